@@ -1,0 +1,253 @@
+"""The dp x tp mesh: two sizes -> one DeviceMesh whose every process group has a time-out.
+
+It decides the device, the back ends and the groups, once. How a model is cut over the mesh is not decided
+here (`meshtrain.parallel`), nor is how ranks are started (`meshtrain.launch`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshtrain.environment import environment
+from meshtrain.errors import Refused
+
+AXES = ("dp", "tp")
+DEFAULT_TIMEOUT_S = 300.0
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | None = None) -> DeviceMesh:
+    """Return the 2-D mesh of shape (dp, tp) with axes named "dp" and "tp"; tp neighbours are adjacent ranks.
+
+    Every rank calls it, with the same sizes. Where no default process group exists yet, it is made first:
+    from the environment when a launcher has set one (torchrun, Slurm), else as a world of one rank.
+
+    device: "cpu", "cuda", or None for `pick_device`'s choice (the device of the group, when there is a
+    group).
+    timeout_s: seconds after which a collective on any group of the mesh fails. None keeps what the default
+    group
+        has, or is 300 for a group made here. A number applies to the default group as well.
+
+    Raises Refused when a size is below 1, when dp x tp is not the number of ranks, or when the device is
+    absent.
+    """
+    for axis, size in zip(AXES, (dp, tp), strict=True):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise Refused(
+                f"mesh axis {axis} has size {size!r}: it must be a whole number of ranks, 1 or more."
+            )
+    if dist.is_initialized():
+        check_world_size(dp, tp, dist.get_world_size())
+        device = pick_device(device or _device_of_default_group())
+    else:
+        device = pick_device(device)
+        found = environment()
+        check_world_size(dp, tp, found.world_size if found else 1)
+        if found:
+            found.export()
+        init_default_group(device, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+
+    timeout = _timeout(timeout_s) if timeout_s is not None else group_timeout(dist.group.WORLD)
+    if device == "cuda" and not torch.cuda.is_initialized():
+        # DeviceMesh otherwise guesses a device from the global rank where LOCAL_RANK is not set.
+        torch.cuda.set_device(_local_cuda_index())
+    mesh = init_device_mesh(
+        device, (dp, tp), mesh_dim_names=AXES, backend_override=_subgroup_options(dp, tp, timeout)
+    )
+    if timeout is not None:
+        for group in (dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES)):
+            set_group_timeout(group, timeout)
+    return mesh
+
+
+def check_world_size(dp: int, tp: int, world_size: int) -> None:
+    """Raise Refused unless the mesh dp x tp uses exactly `world_size` ranks."""
+    if dp * tp == world_size:
+        return
+    fits = ", ".join(f"{n} x {world_size // n}" for n in range(1, world_size + 1) if world_size % n == 0)
+    raise Refused(
+        f"a mesh of dp {dp} x tp {tp} needs {dp * tp} ranks, but there {'is' if world_size == 1 else 'are'} "
+        f"{world_size}. Start {dp * tp} ranks (torchrun --nproc-per-node {dp * tp}, or srun --ntasks "
+        f"{dp * tp}), or choose sizes whose product is {world_size} (dp x tp: {fits})."
+    )
+
+
+def init_default_group(
+    device: str,
+    timeout_s: float,
+    *,
+    store: dist.Store | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Make the default process group: gloo on "cpu"; nccl, plus gloo for CPU tensors, on "cuda".
+
+    With a `store`, `rank` and `world_size` say who we are. Without one, the variables RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT do, and where they are absent the world is this process alone.
+
+    On "cuda" the process takes one device, the one of LOCAL_RANK, and binds the group to it.
+    """
+    timeout = _timeout(timeout_s)
+    device_id = None
+    if device == "cuda":
+        device_id = torch.device("cuda", _local_cuda_index())
+        torch.cuda.set_device(device_id)
+    backend = BACKENDS[device]
+    if store is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=device_id)
+    elif store is None:
+        # Nobody is to be met: a store in memory opens no port, and gloo's own listener stays on the loopback.
+        with loopback_interface():
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+            )
+    else:
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
+        )
+
+
+@contextmanager
+def loopback_interface() -> Iterator[None]:
+    """Let gloo bind to the loopback only, for groups that are made inside; a GLOO_SOCKET_IFNAME of the user wins."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Return the number of ranks along `axis` ("dp" or "tp"). Raises Refused when the mesh has no such axis."""
+    return mesh.size(_axis_index(mesh, axis))
+
+
+def coordinate(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's (dp, tp) position. Raises Refused when the rank is not in the mesh."""
+    here = mesh.get_coordinate()
+    if here is None:
+        raise Refused(
+            f"rank {dist.get_rank()} is not part of the mesh {mesh}: call this on the mesh's ranks only."
+        )
+    return here[_axis_index(mesh, "dp")], here[_axis_index(mesh, "tp")]
+
+
+def pick_device(name: str | None = None) -> str:
+    """Return "cpu" or "cuda": what `name` asks for, or for None "cuda" where there is such a device, else "cpu".
+
+    It never initialises CUDA, so that ranks can still be forked afterwards.
+
+    Raises Refused when the name is neither, or when "cuda" is asked for and absent.
+    """
+    if name is None:
+        return "cuda" if cuda_device_count() > 0 else "cpu"
+    if name not in BACKENDS:
+        raise Refused(
+            f"device {name!r} is not known: use 'cpu' or 'cuda' (which of a host's devices a rank takes "
+            "follows from LOCAL_RANK; CUDA_VISIBLE_DEVICES limits them)."
+        )
+    if name == "cuda" and cuda_device_count() == 0:
+        if torch.backends.cuda.is_built():
+            why = "torch sees no CUDA device here (check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES)"
+        else:
+            why = f"this torch ({torch.__version__}) is built without CUDA"
+        raise Refused(
+            f"device 'cuda' was asked for, but {why}. Use --device cpu, or install a torch with CUDA."
+        )
+    return name
+
+
+def cuda_device_count() -> int:
+    """Return how many CUDA devices this process may use, without initialising CUDA."""
+    if not torch.backends.cuda.is_built():
+        return 0
+    # device_count() asks NVML, where is_available() would start the driver, which a fork does not survive.
+    return torch.cuda.device_count()
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the time-out of a process group, or None for a back end that has none (the fake one of dry runs)."""
+    for backend in _timed_backends(group):
+        return backend.options._timeout
+    return None
+
+
+def set_group_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    """Give every back end of a process group the time-out."""
+    for backend in _timed_backends(group):
+        backend._set_default_timeout(timeout)
+
+
+def _timed_backends(group: dist.ProcessGroup | None) -> list[Any]:
+    """The back ends of a group that have a time-out, each once though gloo may serve two device types."""
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    found: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if hasattr(getattr(backend, "options", None), "_timeout") and backend not in found:
+            found.append(backend)
+    return found
+
+
+def _subgroup_options(dp: int, tp: int, timeout: timedelta | None) -> Any:
+    """Options for the axes that get groups of their own: without them DeviceMesh gives those torch's 30 minutes.
+
+    An axis over all ranks reuses the default group, which an override would prevent. With nccl the groups are
+    split from the default one, whose options gloo's half would not understand; there the time-out is set
+    afterwards.
+    """
+    if timeout is None or dist.get_backend() != "gloo":
+        return None
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    return {axis: options for axis, size in zip(AXES, (dp, tp), strict=True) if size != dp * tp} or None
+
+
+def _timeout(timeout_s: float) -> timedelta:
+    if not timeout_s > 0:
+        raise Refused(f"the time-out is {timeout_s!r} seconds: it must be above 0.")
+    return timedelta(seconds=timeout_s)
+
+
+def _device_of_default_group() -> str | None:
+    """The device that the existing default group serves; None for a fake group, which serves any."""
+    if dist.get_backend() == "fake":
+        return "cpu"
+    types = {device.type for device in dist.distributed_c10d._get_default_group()._device_types}
+    backend = str(dist.get_backend_config())
+    return "cuda" if "cuda" in types and "nccl" in backend else "cpu"
+
+
+def _local_cuda_index() -> int:
+    """The CUDA device of this rank: LOCAL_RANK, or 0 where the launcher shows each rank one device only."""
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), cuda_device_count()
+    if local_rank < count:
+        return local_rank
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES") and "SLURM_PROCID" in os.environ:
+        return 0
+    raise Refused(
+        f"local rank {local_rank} needs a CUDA device of its own, but this host shows {count}. Start at "
+        f"most {count} ranks on this host, or make more devices visible (CUDA_VISIBLE_DEVICES, "
+        "--gpus-per-node)."
+    )
+
+
+def _axis_index(mesh: DeviceMesh, axis: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    if axis not in names:
+        raise Refused(f"the mesh has no axis {axis!r}, only {', '.join(map(repr, names)) or 'unnamed ones'}.")
+    return names.index(axis)

@@ -1,0 +1,317 @@
+"""parallelize: a plan applied to a model, in one order, top to bottom.
+
+    build on meta -> resolve -> tensor parallelism -> ties -> activation checkpointing -> compile -> fully_shard -> hooks
+    -> initialise or load_pretrained -> optimizer
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ContractError, Refused
+from . import guards
+from .context import TensorParallel
+from .gradients import PartialGradients
+from .init import fill, rules
+from .layout import MeshSizes, ParamLayout
+from .plan import ParallelPlan
+from .resolve import Resolved, resolve
+from .styles import Applied, Style
+
+log = logging.getLogger("meshtrain")
+_STATE = "_meshtrain_state"
+
+
+@dataclass
+class ParallelState:
+    """What meshtrain knows of a model that it has parallelized."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    resolved: Resolved
+    tp: TensorParallel
+    peers: guards.PeerCheck
+    gradients: PartialGradients
+    root: guards.RootGuard
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return self.resolved.sizes
+
+    @property
+    def layouts(self) -> tuple[ParamLayout, ...]:
+        return self.resolved.layouts
+
+    @property
+    def coordinate(self) -> tuple[int, int]:
+        """This rank's (dp, tp)."""
+        return cast("tuple[int, int]", tuple(self.mesh.get_coordinate() or ()))
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """The group of all ranks of the mesh."""
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+
+    def parameters(self) -> Iterator[tuple[ParamLayout, nn.Parameter]]:
+        """Each parameter once, sharded over (dp, tp), with its layout."""
+        for layout in self.layouts:
+            yield layout, self.model.get_parameter(layout.name)
+
+    def local_shards(self) -> dict[str, Tensor]:
+        """Canonical name -> this rank's shard, to read or to write in place; rows may be 0."""
+        self.reshard()
+        return {layout.name: _shard_of(parameter, layout) for layout, parameter in self.parameters()}
+
+    def reshard(self) -> None:
+        """Give back what FSDP still holds gathered (the root, after a forward pass without a backward)."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _shard_of(parameter: nn.Parameter, layout: ParamLayout) -> Tensor:
+    shard = cast(DTensor, parameter.detach())._local_tensor
+    if shard.is_meta:
+        raise ContractError(f"'{layout.name}' has no values yet: call initialise(model, seed=...) or load_pretrained(model, path)")
+    return shard
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """What is known of a parallelized model. Raises ContractError for any other."""
+    state = model.__dict__.get(_STATE)
+    if state is None:
+        raise ContractError(f"this {type(model).__name__} was not parallelized: call parallelize(model, mesh, plan) first")
+    return cast(ParallelState, state)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: ParallelPlan,
+    *,
+    sequence_parallel: bool | None = None,
+    loss_parallel: bool = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: bool = False,
+    compile_backend: str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Apply `plan` to `model` on a ("dp", "tp") mesh, in place. Collective: every rank calls it alike.
+
+    The model is best built under `torch.device("meta")`; a real one must have the same values on every rank, and keeps
+    them. Its parameters become DTensors over (dp, tp); the module computes with plain local tensors. As with FSDP2,
+    gradients are averaged over dp.
+
+    sequence_parallel, loss_parallel: see `resolve`.
+    param_dtype, reduce_dtype: compute in another dtype than the (master) parameters have, and reduce gradients in the
+        second one, over both axes.
+    activation_checkpointing: recompute each unit in the backward pass. compile_backend: compile each unit with this
+        torch.compile backend. seed: of dropout masks.
+
+    Raises Refused for a plan that does not fit, before anything is changed.
+    """
+    if model.__dict__.get(_STATE) is not None:
+        raise ContractError(f"this {type(model).__name__} is parallelized already")
+    dp_mesh, tp_mesh = _axes(mesh)
+    sizes = MeshSizes(dp_mesh.size(), tp_mesh.size())
+    resolved = resolve(plan, model, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    guards.check_equal_weights(model, mesh)
+    guards.mark_stale(model, "it was built before parallelize() replaced the model's parameters by sharded ones; build it after")
+    tp = TensorParallel.of(
+        tp_mesh,
+        sequence_parallel=resolved.sequence_parallel,
+        loss_parallel=resolved.loss_parallel,
+        seed=seed,
+        dp_index=dp_mesh.get_local_rank(),
+    )
+
+    _apply_styles(model, tp_mesh, resolved, tp)
+    _tie(model, resolved)
+    units = [model.get_submodule(path) for path in resolved.units]
+    for unit in units:
+        if activation_checkpointing:
+            unit.forward = _checkpointed(unit.forward, tp)  # type: ignore[method-assign]
+        if compile_backend is not None:
+            unit.forward = torch.compile(unit.forward, backend=compile_backend)  # type: ignore[method-assign]
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    _check_layouts(model, resolved, mesh)
+    model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp)
+    log.info(
+        "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
+        type(model).__name__, sizes.dp, sizes.tp, sum(l.numel for l in resolved.layouts), len(units) + 1,
+        resolved.sequence_parallel, resolved.loss_parallel,
+    )  # fmt: skip
+    return model
+
+
+def _axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    if mesh.mesh_dim_names != ("dp", "tp"):
+        raise Refused(f"the mesh has the axes {mesh.mesh_dim_names}; meshtrain needs ('dp', 'tp'): use init_mesh(dp, tp)")
+    return mesh["dp"], mesh["tp"]
+
+
+def _apply_styles(model: nn.Module, tp_mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel) -> None:
+    by_name = {name: layout for layout in resolved.layouts for name in layout.names}
+    for path, entry in resolved.entries.items():
+        style = entry.style
+        if isinstance(style, Style):
+            layouts = {name: by_name[f"{path}.{name}" if path else name] for name in entry.cuts}
+            style = Applied(style, path or type(model).__name__, tp, resolved.scope, layouts)
+        module = model.get_submodule(path)
+        # torch's styles broadcast from rank 0 by default; all ranks hold the same values already.
+        parallelize_module(module, tp_mesh, style, src_data_rank=None)
+
+
+def _tie(model: nn.Module, resolved: Resolved) -> None:
+    """Each style made a parameter of its own for its module: point tied names at one again, before FSDP sees them."""
+    for first, *others in resolved.ties:
+        parameter = model.get_parameter(first)
+        for name in others:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = parameter
+
+
+def _checkpointed(forward: Callable[..., Any], tp: TensorParallel) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        again = tp.recomputing(tp.length, tp.calls)
+
+        def contexts() -> tuple[Any, Any]:
+            return tp.running(), again
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def _check_layouts(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> None:
+    """Layouts are the one truth: what FSDP really made must agree with them."""
+    dp, tp = cast("tuple[int, int]", tuple(mesh.get_coordinate() or ()))
+    for layout in resolved.layouts:
+        shard = cast(DTensor, model.get_parameter(layout.name)).to_local()
+        if tuple(shard.shape) != layout.local_shape(dp, tp) and shard.numel():
+            raise ContractError(
+                f"'{layout.name}' was sharded to {list(shard.shape)} at dp {dp}, tp {tp}, but the plan says "
+                f"{list(layout.local_shape(dp, tp))}. This version of torch ({torch.__version__}) cuts otherwise than meshtrain expects"
+            )
+
+
+def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel) -> ParallelState:
+    partial = [
+        model.get_parameter(layout.name)
+        for layout in resolved.layouts
+        if layout.tp_gradient == "partial" and layout.requires_grad
+    ]
+    state = ParallelState(
+        model,
+        mesh,
+        resolved,
+        tp,
+        guards.PeerCheck(tp.axis.index, tp.axis.size),
+        PartialGradients(partial, tp.axis),
+        guards.RootGuard(model),
+    )
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        state.root.inside = True
+        tp.reset()
+        if tp.axis.size > 1 and module.training and torch.is_grad_enabled():
+            state.peers.see([*args, *kwargs.values()])
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        state.root.inside = False
+        tp.reset()
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        state.gradients.watch(output)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(watch)
+    model.register_forward_hook(after, always_call=True)
+    return state
+
+
+def initialise(model: nn.Module, *, seed: int = 0, device: str | torch.device | None = None) -> nn.Module:
+    """Give every parameter its initial value: a function of `seed`, its name and the position in it, with the same bits
+    on every mesh. A rank makes what it keeps, and nothing else.
+
+    The distributions are the model's own `initial_value(name)` (Normal, Uniform or Constant), else those of torch's
+    modules. Works on a parallelized model and, for one process, on any other. Raises Refused for a parameter without a
+    rule, and for buffers on the meta device that nothing has computed.
+    """
+    allocate(model, device)
+    rule = rules(model)
+    if (state := model.__dict__.get(_STATE)) is None:
+        for name, parameter in model.named_parameters():
+            layout = ParamLayout(name, (), tuple(parameter.shape), parameter.dtype, True, MeshSizes(1, 1), None, (), "whole", "", "")
+            fill(parameter.data, layout, 0, 0, rule(name), seed)
+        return model
+    dp, tp = state.coordinate
+    for layout, parameter in state.parameters():
+        fill(_shard_of(parameter, layout), layout, dp, tp, rule(layout.name), seed)
+    return model
+
+
+def allocate(model: nn.Module, device: str | torch.device | None = None) -> None:
+    """Allocate what is on the meta device: this rank's shards, one tensor for all names of a tie, and no values.
+
+    Not `to_empty`, which gives each name of a tie a parameter of its own. Buffers on meta are computed by their module's
+    `reset_buffers()`; a module without that method is refused, since its buffers would hold garbage.
+    """
+    state: ParallelState | None = model.__dict__.get(_STATE)
+    target = torch.device(device or (state.mesh.device_type if state else "cpu"))
+    if target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and _is_meta(parameter):
+                if id(parameter) not in made:
+                    made[id(parameter)] = _allocated(parameter, target)
+                module._parameters[name] = made[id(parameter)]
+    if state is not None:
+        renewed = {id(old): made.get(id(old), old) for old in state.gradients.parameters}
+        state.gradients.parameters = [renewed[id(old)] for old in state.gradients.parameters]
+    for path, module in model.named_modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lost:
+            continue
+        reset = getattr(module, "reset_buffers", None)
+        if reset is None:
+            raise Refused(
+                f"the buffer '{path}.{lost[0]}' is on the meta device, and nothing can compute its values. Give {type(module).__name__} "
+                "a method reset_buffers() that does, or build its buffers on a real device"
+            )
+        for name in lost:
+            module._buffers[name] = torch.empty_like(cast(Tensor, module._buffers[name]), device=target)
+        reset()
+
+
+def _is_meta(parameter: nn.Parameter) -> bool:
+    return parameter._local_tensor.is_meta if isinstance(parameter, DTensor) else parameter.is_meta
+
+
+def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    shard = torch.empty_like(parameter._local_tensor, device=device)
+    spec = parameter._spec
+    distributed = DTensor.from_local(
+        shard, spec.mesh, spec.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(distributed, parameter.requires_grad)

@@ -1,0 +1,172 @@
+"""TensorParallel: what the styles of one model share while it runs - the tp axis, the switches, the sequence length.
+
+One object per parallelized model, never a global: two models on two meshes can live in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..errors import ContractError
+from .collectives import (
+    Axis,
+    all_reduce,
+    gather_sequence,
+    gather_whole,
+    own_shard,
+    reduce_gradient,
+    reduce_scatter_sequence,
+    shard_length,
+)
+
+STALE = "_meshtrain_stale"
+"""Attribute of a parameter that no longer is (or never was) the one to train: why, for the optimizer guard."""
+
+_UNSHARDED = (
+    "it is the gathered copy of a sharded parameter, which FSDP frees and fills again: build the optimizer right after "
+    "parallelize() and initialise() or load_pretrained(), before any forward pass"
+)
+
+
+@dataclass
+class TensorParallel:
+    """The tp axis of one model. `stream` below means the activations between the styled modules: [..., seq, hidden],
+    cut along seq over tp when `sequence_parallel`, else whole on every tp rank."""
+
+    mesh: DeviceMesh
+    """The one-axis mesh over tp."""
+    axis: Axis
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    length: int | None = None
+    """Length of the sequence that the model is running on; set where the stream begins."""
+    seed: int = 0
+    """Seed of dropout masks; the same on all ranks."""
+    dp_index: int = 0
+    calls: int = 0
+    """Dropout calls so far; with the seed, all the state that the masks have."""
+    _entered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        mesh: DeviceMesh,
+        *,
+        sequence_parallel: bool = False,
+        loss_parallel: bool = False,
+        seed: int = 0,
+        dp_index: int = 0,
+    ) -> TensorParallel:
+        axis = Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+        many = axis.size > 1
+        return cls(mesh, axis, sequence_parallel and many, loss_parallel and many, seed=seed, dp_index=dp_index)
+
+    def next_call(self) -> int:
+        """The number of a dropout call: the same on all ranks, and when a checkpointed block runs again."""
+        self.calls += 1
+        return self.calls
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Start the stream from terms of a sum over tp, [..., seq, hidden] (a vocabulary-parallel embedding)."""
+        self.length = x.shape[-2]
+        return self.leave(x)
+
+    def begin_whole(self, x: Tensor) -> Tensor:
+        """Start the stream from a tensor that every tp rank holds whole, [..., seq, hidden]."""
+        self.length = x.shape[-2]
+        return own_shard(x, self.axis) if self.sequence_parallel else x
+
+    def enter(self, x: Tensor, module: str) -> Tensor:
+        """From the stream to the whole input of a module that tp splits.
+
+        Modules that read one and the same tensor (query, key and value; gate and up) share one collective, forward and
+        backward: autograd adds their gradients up before the single reduction.
+        """
+        if self.axis.size == 1:
+            return x
+        if self._entered is not None and self._entered[0] is x:
+            return self._entered[1]
+        if self.sequence_parallel:
+            whole = gather_sequence(x, self.expect_shard(x, module), self.axis)
+        else:
+            whole = reduce_gradient(x, self.axis)
+        self._entered = (x, whole)
+        return whole
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From terms of a sum over tp back to the stream."""
+        self._entered = None
+        return reduce_scatter_sequence(x, self.axis) if self.sequence_parallel else all_reduce(x, self.axis)
+
+    def end(self, x: Tensor, module: str) -> Tensor:
+        """End the stream: whole on every tp rank, for computations that each of them repeats."""
+        return gather_whole(x, self.expect_shard(x, module), self.axis) if self.sequence_parallel else x
+
+    def expect_shard(self, x: Tensor, module: str) -> int:
+        """The length of the sequence of which `x` must be a shard."""
+        if self.length is None or x.ndim < 2 or x.shape[-2] != shard_length(self.length, self.axis):
+            raise ContractError(
+                f"'{module}' got an input of shape {list(x.shape)}, but with sequence parallelism it reads a shard of the "
+                f"sequence, [..., {'?' if self.length is None else shard_length(self.length, self.axis)}, hidden] "
+                f"(sequence length {self.length} over tp {self.axis.size}). Something before it left the stream of "
+                "sequence shards: give that module a style of the plan, or turn sequence parallelism off"
+            )
+        return self.length
+
+    def reset(self) -> None:
+        """Forget what a forward pass left."""
+        self._entered = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run a block for the first time: what it gathers is not shared with a run before it."""
+        self._entered = None
+        yield
+
+    @contextmanager
+    def recomputing(self, length: int | None, calls: int) -> Iterator[None]:
+        """Run a block again as it first ran, with that sequence length and number of dropout calls."""
+        before = self.length, self.calls
+        self.length, self.calls, self._entered = length, calls, None
+        try:
+            yield
+        finally:
+            (self.length, self.calls), self._entered = before, None
+
+
+def local(parameter: Tensor, owner: str) -> Tensor:
+    """The tensor that this tp rank computes with. Its gradient keeps the parameter's placements."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if parameter.device_mesh.ndim != 1:
+        raise ContractError(
+            f"the parameters of '{owner}' are still sharded over dp while it runs: FSDP gathers them in hooks that only "
+            "run when the whole model is called. Call model(x), not model.forward(x) or a submodule of it; for another "
+            "entry point, register it with torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
+        )
+    if STALE not in parameter.__dict__:
+        parameter.__dict__[STALE] = _UNSHARDED
+    return parameter.to_local()
+
+
+@contextmanager
+def local_parameters(modules: tuple[tuple[str, nn.Module], ...]) -> Iterator[None]:
+    """Let these modules see local tensors as their parameters: their own forward then runs unchanged on them."""
+    saved = [(module._parameters, dict(module._parameters)) for _, module in modules]
+    try:
+        for path, module in modules:
+            held: dict[str, Any] = module._parameters
+            for name, parameter in held.items():
+                if parameter is not None:
+                    held[name] = local(parameter, path)
+        yield
+    finally:
+        for held, before in saved:
+            held.update(before)

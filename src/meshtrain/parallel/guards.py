@@ -1,0 +1,148 @@
+"""Guards of the contract: misuse that would train silently wrong is detected, and refused with an explanation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ContractError
+from .context import STALE
+from .init import hash_bits
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensors: Sequence[Any]) -> Tensor:
+    """A 31-bit hash of the contents of tensors, fp64 scalar. Costs one pass over them."""
+    total: Tensor | None = None
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().contiguous().view(-1)
+            bits = (flat if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])).long()
+            weights = _weights(bits.numel(), bits.device)
+            value = (bits * weights).sum()
+            total = value if total is None else total * 31 + value
+    if total is None:
+        return torch.zeros((), dtype=torch.float64)
+    return ((total >> 20) & (2**31 - 1)).double()
+
+
+_WEIGHTS: dict[str, Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd pseudo-random int64 factors, kept for the longest batch so far."""
+    held = _WEIGHTS.get(str(device))
+    if held is None or held.numel() < count:
+        held = _WEIGHTS[str(device)] = hash_bits(1, torch.arange(count, device=device)) | 1
+    return held[:count]
+
+
+class PeerCheck:
+    """Finds tp peers that were given different batches, without a collective of its own.
+
+    The tp ranks of one dp coordinate contribute their hash with factors that add up to zero (tp - 1, -1, -1, ...); the
+    number rides along with the scalars that a step reduces anyway, and is zero, exactly, when all peers agree.
+    """
+
+    def __init__(self, tp_index: int, tp_size: int) -> None:
+        self.factor = tp_size - 1 if tp_index == 0 else -1
+        self.hash = torch.zeros((), dtype=torch.float64)
+
+    def see(self, inputs: Sequence[Any]) -> None:
+        """Take the inputs of one forward pass in training."""
+        self.hash = torch.remainder(self.hash * 31 + fingerprint(inputs), 2.0**31)
+
+    def contribution(self) -> Tensor:
+        """This rank's term of the sum; starts afresh."""
+        value, self.hash = self.hash * self.factor, torch.zeros((), dtype=torch.float64)
+        return value
+
+    @staticmethod
+    def check(total: float) -> None:
+        """Raise unless the sum over all ranks is zero."""
+        if total != 0:
+            raise ContractError(
+                "the ranks of a tp group were given different batches since the last step: they hold parts of one model, and "
+                "must all read the same samples. Choose the samples by the dp coordinate, mesh['dp'].get_local_rank(), never "
+                "by the global rank. No weight was changed by this step"
+            )
+
+
+def check_equal_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model whose real (not meta) parameters or buffers differ between ranks. Collective over the world."""
+    if mesh.size() == 1:
+        return
+    names, hashes = [], []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_meta:
+            names.append(name)
+            hashes.append(fingerprint([tensor]))
+    mine = torch.stack(hashes).cpu() if hashes else torch.zeros(0, dtype=torch.float64)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (names, mine.tolist()))
+    for rank, (their_names, theirs) in enumerate(everyone):
+        first_names, first = everyone[0]
+        if their_names != first_names:
+            raise ContractError(f"the models of ranks 0 and {rank} have different parameters: build the same model on all ranks")
+        for name, one, other in zip(their_names, first, theirs, strict=True):
+            if one != other:
+                raise ContractError(
+                    f"'{name}' has other values on rank {rank} than on rank 0. Sharding broadcasts nothing, so the model would "
+                    "be a patchwork. Seed every rank alike, load the same weights, or build the model on the meta device and "
+                    "call initialise(model, seed=...)"
+                )
+
+
+def mark_stale(model: nn.Module, why: str) -> None:
+    """Remember that the present parameters of the model are about to be replaced."""
+    for parameter in model.parameters():
+        parameter.__dict__[STALE] = why
+    _watch_optimizers()
+
+
+_watching: list[Any] = []
+
+
+def _watch_optimizers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_refuse_stale))
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            why = parameter.__dict__.get(STALE)
+            if why is not None:
+                raise ContractError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that its step would not train: {why}"
+                )
+
+
+class RootGuard:
+    """Notices a root forward that did not come through `model(...)`, where FSDP gathers the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inside = False
+        original, guard = model.forward, weakref.ref(self)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            alive = guard()
+            if alive is not None and not alive.inside:
+                raise ContractError(
+                    f"{type(model).__name__}.forward() was called directly, around the hooks in which FSDP gathers the parameters. "
+                    "Call model(...) instead; another entry point must be registered with "
+                    "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
+                )
+            return original(*args, **kwargs)
+
+        model.forward = forward  # type: ignore[method-assign]
