@@ -18,7 +18,7 @@ from typing import Any
 
 from meshtrain.environment import RankEnvironment, environment, threads_per_rank
 from meshtrain.errors import Refused
-from meshtrain.ranks import STATUS_INTERRUPTED, describe, run_rank
+from meshtrain.ranks import STATUS_INTERRUPTED, Work, describe, run_rank
 from meshtrain.supervise import Job, count_interrupts, place_on_this_host
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -51,7 +51,7 @@ def run(
             f"{place.launcher} (unset RANK, WORLD_SIZE and LOCAL_RANK, under Slurm SLURM_PROCID) to let "
             "this command start its own ranks."
         )
-    return _join(place, fn, args, device, timeout_s)
+    return _join(place, Work(fn, args, device, timeout_s))
 
 
 def launch(
@@ -84,7 +84,7 @@ def launch(
     _release_openmp_threads()
     job = Job(world_size, grace_s)
     with count_interrupts(job):
-        return job.run(fn, args, device, timeout_s)
+        return job.run(Work(fn, args, device, timeout_s))
 
 
 def preload() -> None:
@@ -95,7 +95,7 @@ def preload() -> None:
     torch.set_num_threads(1)
     import torch._dynamo
     import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
+    import torch.distributed.tensor.parallel
 
     import meshtrain.mesh  # noqa: F401
 
@@ -124,16 +124,14 @@ def _check(world_size: int, device: str, timeout_s: float) -> None:
             )
 
 
-def _join(
-    place: RankEnvironment, fn: Callable[..., object], args: tuple[Any, ...], device: str, timeout_s: float
-) -> int:
+def _join(place: RankEnvironment, work: Work) -> int:
     """Be one rank of a job that somebody else started and will end."""
     in_main = threading.current_thread() is threading.main_thread()
     # torchrun and Slurm stop a rank with SIGTERM only; the function should see one kind of interruption.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if in_main else None
     try:
         preload()
-        outcome = run_rank(place, fn, args, device=device, timeout_s=timeout_s)
+        outcome = run_rank(place, work)
     except KeyboardInterrupt:
         return STATUS_INTERRUPTED
     finally:

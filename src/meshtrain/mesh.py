@@ -119,7 +119,7 @@ def init_default_group(
 
 @contextmanager
 def loopback_interface() -> Iterator[None]:
-    """Let gloo bind to the loopback only, for groups that are made inside; a GLOO_SOCKET_IFNAME of the user wins."""
+    """Let gloo bind to the loopback only, for groups made inside; the user's own GLOO_SOCKET_IFNAME wins."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         yield
         return
@@ -131,7 +131,7 @@ def loopback_interface() -> Iterator[None]:
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the number of ranks along `axis` ("dp" or "tp"). Raises Refused when the mesh has no such axis."""
+    """Return the number of ranks along `axis`, "dp" or "tp". Raises Refused when there is no such axis."""
     return mesh.size(_axis_index(mesh, axis))
 
 
@@ -146,7 +146,7 @@ def coordinate(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def pick_device(name: str | None = None) -> str:
-    """Return "cpu" or "cuda": what `name` asks for, or for None "cuda" where there is such a device, else "cpu".
+    """Return "cpu" or "cuda": what `name` asks for, or for None "cuda" where there is one, else "cpu".
 
     It never initialises CUDA, so that ranks can still be forked afterwards.
 
@@ -179,7 +179,7 @@ def cuda_device_count() -> int:
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
-    """Return the time-out of a process group, or None for a back end that has none (the fake one of dry runs)."""
+    """Return the time-out of a process group, or None for a back end without one (the fake one)."""
     for backend in _timed_backends(group):
         return backend.options._timeout
     return None
@@ -203,7 +203,7 @@ def _timed_backends(group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _subgroup_options(dp: int, tp: int, timeout: timedelta | None) -> Any:
-    """Options for the axes that get groups of their own: without them DeviceMesh gives those torch's 30 minutes.
+    """Options for the axes that get groups of their own, which without them have torch's 30 minutes.
 
     An axis over all ranks reuses the default group, which an override would prevent. With nccl the groups are
     split from the default one, whose options gloo's half would not understand; there the time-out is set

@@ -35,6 +35,19 @@ _SECONDARY = re.compile(
 
 
 @dataclass(frozen=True)
+class Work:
+    """What every rank of a run does."""
+
+    fn: Callable[..., object]
+    """Called on each rank as fn(*args); what it returns is dropped."""
+    args: tuple[Any, ...]
+    device: str
+    """"cpu" or "cuda"."""
+    timeout_s: float
+    """Seconds after which a collective, or the meeting of the ranks, fails."""
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How one rank ended."""
 
@@ -55,14 +68,10 @@ class Outcome:
 
 def run_rank(
     place: RankEnvironment,
-    fn: Callable[..., object],
-    args: tuple[Any, ...],
-    *,
-    device: str,
-    timeout_s: float,
+    work: Work,
     connect: Callable[[], Store] | None = None,
 ) -> Outcome:
-    """Join the process group, call `fn(*args)`, leave the group; return how it went, raising nothing.
+    """Join the process group, call the work's function, leave the group; return how it went, raising nothing.
 
     connect: makes the store at which the ranks meet; None has torch make it from the environment.
     """
@@ -72,8 +81,11 @@ def run_rank(
         place.export()
         set_threads(threads_per_rank(place))
         store = connect() if connect else None
-        init_default_group(device, timeout_s, store=store, rank=place.rank, world_size=place.world_size)
-        fn(*args)
+        init_default_group(
+            work.device, work.timeout_s, store=store, rank=place.rank, world_size=place.world_size
+        )
+        _meet()
+        work.fn(*work.args)
         _leave()
         return Outcome(place.rank, STATUS_DONE, "done", at=time.monotonic())
     except BaseException as error:
@@ -152,6 +164,14 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+
+
+def _meet() -> None:
+    """Wait for all ranks: one that is done at once would cut the connections that another is still making."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(1))  # a CPU tensor, so by gloo on either device
 
 
 def _leave() -> None:

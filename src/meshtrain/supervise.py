@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from meshtrain.environment import RankEnvironment
 from meshtrain.ranks import (
     STATUS_FAILED,
     STATUS_INTERRUPTED,
     Outcome,
+    Work,
     describe,
     die_with_parent,
     flush_output,
@@ -62,7 +63,8 @@ class Job:
     ending: bool = False
     """True once we began to kill: a rank that dies of a signal from then on did not fail."""
 
-    def run(self, fn: Callable[..., object], args: tuple[Any, ...], device: str, timeout_s: float) -> int:
+    def run(self, work: Work) -> int:
+        """Start the ranks, wait until all have ended, show the first failure; return the exit status."""
         store = None
         listener = socket.socket()
         try:
@@ -73,8 +75,10 @@ class Job:
             port = listener.getsockname()[1]
             flush_output()
             for rank in range(self.world_size):
-                self._fork(rank, port, listener, fn, args, device, timeout_s)
-            store = _serve(listener, port, timeout_s)  # its thread starts after the last fork
+                self._fork(rank, port, listener, work)
+            store = _tcp_store(
+                port, work.timeout_s, listener.detach()
+            )  # its thread starts after the last fork
             self._watch()
         finally:
             self._kill(signal.SIGKILL)
@@ -85,10 +89,7 @@ class Job:
                 child.report.close()
         return self._conclude()
 
-    def _fork(
-        self, rank: int, port: int, listener: socket.socket, fn: Callable[..., object], args: tuple[Any, ...],
-        device: str, timeout_s: float,
-    ) -> None:  # fmt: skip
+    def _fork(self, rank: int, port: int, listener: socket.socket, work: Work) -> None:
         report = _anonymous_file()
         parent = os.getpid()
         # Until the child has its own handlers, a signal must reach neither ours in it nor nobody.
@@ -96,17 +97,8 @@ class Job:
         try:
             pid = os.fork()
             if pid == 0:
-                _child(
-                    parent,
-                    mask,
-                    place_on_this_host(rank, self.world_size, port),
-                    report,
-                    listener,
-                    fn,
-                    args,
-                    device,
-                    timeout_s,
-                )
+                place = place_on_this_host(rank, self.world_size, port)
+                _child(place, work, report, listener, parent, mask)
             self.children.append(_Child(rank, pid, report))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -208,15 +200,18 @@ def _stands_alone(other: Outcome, first: Outcome) -> bool:
 
 
 def _child(
-    parent: int, mask: set[int | signal.Signals], place: RankEnvironment, report: IO[bytes], listener: socket.socket,
-    fn: Callable[..., object], args: tuple[Any, ...], device: str, timeout_s: float,
-) -> None:  # fmt: skip
+    place: RankEnvironment,
+    work: Work,
+    report: IO[bytes],
+    listener: socket.socket,
+    parent: int,
+    mask: set[int | signal.Signals],
+) -> None:
     """Be a forked rank; never returns."""
     status = STATUS_FAILED
     try:
         try:
-            # A session of its own: the terminal's Ctrl-C reaches the parent alone, and a kill reaches all it
-            # starts.
+            # A session of its own: the terminal's Ctrl-C reaches the parent alone, a kill all that it starts.
             os.setsid()
             die_with_parent(parent)
             listener.close()
@@ -224,7 +219,7 @@ def _child(
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            outcome = _in_child(place, fn, args, device, timeout_s)
+            outcome = _in_child(place, work)
         except BaseException as error:
             outcome = outcome_of(error, place.rank)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -236,20 +231,11 @@ def _child(
         os._exit(status)  # whatever happened: the frames and exit handlers above are the parent's
 
 
-def _in_child(
-    place: RankEnvironment, fn: Callable[..., object], args: tuple[Any, ...], device: str, timeout_s: float
-) -> Outcome:
+def _in_child(place: RankEnvironment, work: Work) -> Outcome:
     from meshtrain.mesh import loopback_interface
 
     with loopback_interface():
-        return run_rank(
-            place, fn, args, device=device, timeout_s=timeout_s,
-            connect=lambda: _tcp_store(place.master_port, timeout_s),
-        )  # fmt: skip
-
-
-def _serve(listener: socket.socket, port: int, timeout_s: float) -> TCPStore:
-    return _tcp_store(port, timeout_s, listener.detach())
+        return run_rank(place, work, connect=lambda: _tcp_store(place.master_port, work.timeout_s))
 
 
 def _tcp_store(port: int, timeout_s: float, listen_fd: int | None = None) -> TCPStore:

@@ -23,12 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ContractError, Refused
 from . import guards
 from .context import TensorParallel
+from .fsdp_comm import ExchangeReduceScatter
 from .gradients import PartialGradients
 from .init import fill, rules
 from .layout import MeshSizes, ParamLayout
 from .plan import ParallelPlan
 from .resolve import Resolved, resolve
 from .styles import Applied, Style
+from .unused import reduce_unused
 
 log = logging.getLogger("meshtrain")
 _STATE = "_meshtrain_state"
@@ -64,15 +66,21 @@ class ParallelState:
         """The group of all ranks of the mesh."""
         return cast(dist.ProcessGroup, dist.group.WORLD)
 
-    def parameters(self) -> Iterator[tuple[ParamLayout, nn.Parameter]]:
+    def parameters(self) -> list[tuple[ParamLayout, nn.Parameter]]:
         """Each parameter once, sharded over (dp, tp), with its layout."""
-        for layout in self.layouts:
-            yield layout, self.model.get_parameter(layout.name)
+        return [(layout, self.model.get_parameter(layout.name)) for layout in self.layouts]
 
     def local_shards(self) -> dict[str, Tensor]:
         """Canonical name -> this rank's shard, to read or to write in place; rows may be 0."""
         self.reshard()
         return {layout.name: _shard_of(parameter, layout) for layout, parameter in self.parameters()}
+
+    def check_replicas(self) -> None:
+        """Raise ContractError, on every rank, where tp peers hold different copies of a parameter. Collective; one pass over
+        the parameters that tp does not cut."""
+        if self.sizes.tp > 1:
+            shards = self.local_shards()
+            guards.check_replicas({l.name: shards[l.name] for l in self.layouts if l.tp_dim is None}, self.coordinate)
 
     def reshard(self) -> None:
         """Give back what FSDP still holds gathered (the root, after a forward pass without a backward)."""
@@ -90,10 +98,15 @@ def _shard_of(parameter: nn.Parameter, layout: ParamLayout) -> Tensor:
 
 def state_of(model: nn.Module) -> ParallelState:
     """What is known of a parallelized model. Raises ContractError for any other."""
-    state = model.__dict__.get(_STATE)
+    state = find_state(model)
     if state is None:
         raise ContractError(f"this {type(model).__name__} was not parallelized: call parallelize(model, mesh, plan) first")
-    return cast(ParallelState, state)
+    return state
+
+
+def find_state(model: nn.Module) -> ParallelState | None:
+    """What is known of a model, or None when it was not parallelized."""
+    return cast("ParallelState | None", model.__dict__.get(_STATE))
 
 
 def parallelize(
@@ -124,7 +137,7 @@ def parallelize(
 
     Raises Refused for a plan that does not fit, before anything is changed.
     """
-    if model.__dict__.get(_STATE) is not None:
+    if find_state(model) is not None:
         raise ContractError(f"this {type(model).__name__} is parallelized already")
     dp_mesh, tp_mesh = _axes(mesh)
     sizes = MeshSizes(dp_mesh.size(), tp_mesh.size())
@@ -150,6 +163,9 @@ def parallelize(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
     for unit in [*units, model]:
         fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        if mesh.device_type == "cpu" and sizes.dp > 1:
+            cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
+    reduce_unused([*units, model])
     _check_layouts(model, resolved, mesh)
     model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp)
     log.info(
@@ -212,11 +228,8 @@ def _check_layouts(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> No
 
 
 def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel) -> ParallelState:
-    partial = [
-        model.get_parameter(layout.name)
-        for layout in resolved.layouts
-        if layout.tp_gradient == "partial" and layout.requires_grad
-    ]
+    # Frozen ones too: they may be unfrozen later.
+    partial = [model.get_parameter(layout.name) for layout in resolved.layouts if layout.tp_gradient == "partial"]
     state = ParallelState(
         model,
         mesh,
@@ -256,7 +269,7 @@ def initialise(model: nn.Module, *, seed: int = 0, device: str | torch.device | 
     """
     allocate(model, device)
     rule = rules(model)
-    if (state := model.__dict__.get(_STATE)) is None:
+    if (state := find_state(model)) is None:
         for name, parameter in model.named_parameters():
             layout = ParamLayout(name, (), tuple(parameter.shape), parameter.dtype, True, MeshSizes(1, 1), None, (), "whole", "", "")
             fill(parameter.data, layout, 0, 0, rule(name), seed)
@@ -273,7 +286,7 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
     Not `to_empty`, which gives each name of a tie a parameter of its own. Buffers on meta are computed by their module's
     `reset_buffers()`; a module without that method is refused, since its buffers would hold garbage.
     """
-    state: ParallelState | None = model.__dict__.get(_STATE)
+    state = find_state(model)
     target = torch.device(device or (state.mesh.device_type if state else "cpu"))
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -299,7 +312,13 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
             )
         for name in lost:
             module._buffers[name] = torch.empty_like(cast(Tensor, module._buffers[name]), device=target)
+            if cast(Tensor, module._buffers[name]).is_floating_point():
+                cast(Tensor, module._buffers[name]).fill_(torch.nan)
         reset()
+        for name in lost:
+            buffer = getattr(module, name)
+            if buffer.is_meta or (buffer.is_floating_point() and bool(buffer.isnan().any())):
+                raise Refused(f"{type(module).__name__}.reset_buffers() did not compute all of the buffer '{path}.{name}'")
 
 
 def _is_meta(parameter: nn.Parameter) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -64,7 +65,7 @@ class TensorParallel:
         seed: int = 0,
         dp_index: int = 0,
     ) -> TensorParallel:
-        axis = Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+        axis = Axis.of(mesh)
         many = axis.size > 1
         return cls(mesh, axis, sequence_parallel and many, loss_parallel and many, seed=seed, dp_index=dp_index)
 
@@ -141,6 +142,24 @@ class TensorParallel:
             (self.length, self.calls), self._entered = before, None
 
 
+class _Local(torch.autograd.Function):
+    """The local tensor of a gathered parameter. Its gradient goes straight to the parameter, where FSDP takes it: the
+    detour over DTensor's own `to_local` costs more than a small matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        parameter = ctx.parameter
+        if parameter.grad is not None:
+            # Never in place: autograd may have handed the same tensor to another parameter.
+            gradient = parameter.grad._local_tensor + gradient
+        parameter.grad = DTensor(gradient.contiguous(), parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
 def local(parameter: Tensor, owner: str) -> Tensor:
     """The tensor that this tp rank computes with. Its gradient keeps the parameter's placements."""
     if not isinstance(parameter, DTensor):
@@ -151,22 +170,30 @@ def local(parameter: Tensor, owner: str) -> Tensor:
             "run when the whole model is called. Call model(x), not model.forward(x) or a submodule of it; for another "
             "entry point, register it with torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
         )
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
     if STALE not in parameter.__dict__:
         parameter.__dict__[STALE] = _UNSHARDED
-    return parameter.to_local()
+    if not parameter.requires_grad or not torch.is_grad_enabled():
+        return parameter._local_tensor.detach()
+    return _Local.apply(parameter)
 
 
-@contextmanager
-def local_parameters(modules: tuple[tuple[str, nn.Module], ...]) -> Iterator[None]:
-    """Let these modules see local tensors as their parameters: their own forward then runs unchanged on them."""
-    saved = [(module._parameters, dict(module._parameters)) for _, module in modules]
-    try:
-        for path, module in modules:
+class local_parameters:
+    """Let modules see local tensors as their parameters, inside a `with`: their own forward then runs on them, unchanged."""
+
+    def __init__(self, modules: tuple[tuple[str, nn.Module], ...]) -> None:
+        self.modules = modules
+
+    def __enter__(self) -> None:
+        self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for path, module in self.modules:
             held: dict[str, Any] = module._parameters
-            for name, parameter in held.items():
+            self.saved.append((held, dict(held)))
+            for name, parameter in self.saved[-1][1].items():
                 if parameter is not None:
                     held[name] = local(parameter, path)
-        yield
-    finally:
-        for held, before in saved:
+
+    def __exit__(self, *error: object) -> None:
+        for held, before in self.saved:
             held.update(before)

@@ -42,32 +42,35 @@ def _precise(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _loss_and_probabilities(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(logits: Tensor, labels: Tensor, shard: VocabShard | None) -> tuple[Tensor, Tensor]:
     """Losses [tokens] and gradients [tokens, local vocab] of the losses with respect to the logits.
 
-    `logits` [tokens, local vocab] is overwritten. `labels` [tokens], ignored ones included.
+    logits [tokens, local vocab]; labels [tokens], ignored ones included.
     """
     valid = labels != IGNORED
     if shard is not None and shard.axis.size > 1 and not shard.loss_parallel:
         width = logits.shape[-1]
         padded = torch.nn.functional.pad(logits, (0, shard.step - width))
         whole = all_gather_raw(padded, shard.axis).movedim(0, -2).reshape(len(logits), -1)[:, : shard.vocab]
-        losses, gradient = _loss_and_probabilities(whole.contiguous(), labels, None)
+        losses, gradient = _loss_and_gradient(whole, labels, None)
         return losses, gradient.narrow(-1, shard.start, width).contiguous()
     start = shard.start if shard is not None else 0
     own = labels - start
     here = valid & (own >= 0) & (own < logits.shape[-1])
     index = own.masked_fill(~here, 0).unsqueeze(-1)
     target = logits.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
-    total = torch.logsumexp(logits, dim=-1)
+    # The probability of the likeliest entry gives the log of the sum without a second pass of exponentials.
+    largest = logits.amax(-1)
+    probabilities = torch.softmax(logits, -1)
+    total = own_total = largest - probabilities.amax(-1).log_()
     if shard is not None and shard.axis.size > 1:
         both = all_gather_raw(torch.stack((total, target)), shard.axis)
         total, target = torch.logsumexp(both[:, 0], dim=0), both[:, 1].sum(dim=0)
     losses = (total - target).masked_fill(~valid, 0)
-    probabilities = logits.sub_(total.unsqueeze(-1)).exp_()
-    probabilities.scatter_add_(-1, index, -here.to(logits.dtype).unsqueeze(-1))
-    probabilities.masked_fill_(~valid.unsqueeze(-1), 0)
-    return losses, probabilities
+    weight = (own_total - total).exp_().masked_fill_(~valid, 0)
+    gradient = probabilities.mul_(weight.unsqueeze(-1))
+    gradient.scatter_add_(-1, index, -here.to(logits.dtype).unsqueeze(-1))
+    return losses, gradient
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -84,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             h = hidden[start : start + chunk]
             logits = torch.nn.functional.linear(h, weight, bias).to(precise)
-            losses, gradient = _loss_and_probabilities(logits, labels[start : start + chunk], shard)
+            losses, gradient = _loss_and_gradient(logits, labels[start : start + chunk], shard)
             loss += losses.sum()
             low = gradient.to(hidden.dtype)
             if grad_hidden is not None:
@@ -144,7 +147,7 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabShard | None) -> Tensor:
-        losses, gradient = _loss_and_probabilities(logits.to(_precise(logits), copy=True), labels, shard)
+        losses, gradient = _loss_and_gradient(logits.to(_precise(logits)), labels, shard)
         ctx.save_for_backward(gradient.to(logits.dtype))
         return losses.sum()
 
@@ -167,7 +170,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     if isinstance(logits, DTensor):
         mesh, (placement,) = logits.device_mesh, logits.placements
         if placement.is_shard(logits.ndim - 1):
-            axis = Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+            axis = Axis.of(mesh)
             step = -(-vocab // axis.size)
             shard = VocabShard(min(axis.index * step, vocab), vocab, step, axis, True)
         elif not placement.is_replicate():

@@ -16,6 +16,8 @@ from .context import TensorParallel
 from .init import stream_key, uniform
 
 MODULES = (nn.Dropout,)
+OTHERS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Dropout modules whose masks are not keyed."""
 
 
 def keyed_dropout(x: Tensor, p: float, key: int) -> Tensor:

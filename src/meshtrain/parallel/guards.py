@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -103,6 +105,24 @@ def check_equal_weights(model: nn.Module, mesh: DeviceMesh) -> None:
                 )
 
 
+def check_replicas(shards: Mapping[str, Tensor], coordinate: tuple[int, int]) -> None:
+    """Refuse tp peers whose copies of a parameter differ. Collective over the world.
+
+    shards: of the parameters that every tp rank holds whole, by name. coordinate: this rank's (dp, tp).
+    """
+    hashes = torch.stack([fingerprint([shard]) for shard in shards.values()]).tolist() if shards else []
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (coordinate, hashes))
+    firsts = {dp: theirs for (dp, tp), theirs in everyone if tp == 0}
+    for rank, ((dp, tp), theirs) in enumerate(everyone):
+        for name, one, other in zip(shards, firsts[dp], theirs, strict=True):
+            if one != other:
+                raise ContractError(
+                    f"tp rank {tp} of dp rank {dp} (rank {rank}) holds another copy of '{name}' than its peers: it was given another "
+                    "gradient, or changed by hand on one rank. Go on from a checkpoint, and report how it came about"
+                )
+
+
 def mark_stale(model: nn.Module, why: str) -> None:
     """Remember that the present parameters of the model are about to be replaced."""
     for parameter in model.parameters():
@@ -115,17 +135,42 @@ _watching: list[Any] = []
 
 def _watch_optimizers() -> None:
     if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_refuse_stale))
+        _watching.append(register_optimizer_step_pre_hook(_check_optimizer))
 
 
-def _refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    kind = type(optimizer).__name__
+    scaled = _called_by_grad_scaler()
+    whole_matrix = any(name in kind.lower() for name in WHOLE_MATRIX)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if whole_matrix and isinstance(parameter, DTensor) and parameter.numel() != parameter._local_tensor.numel():
+                raise ContractError(
+                    f"{kind} computes on whole matrices, but would see this rank's shard of one of shape {list(parameter.shape)}: "
+                    "its update would depend on the mesh. Use an element-wise optimizer, such as meshtrain's adamw(model, ...)"
+                )
+            if scaled and isinstance(parameter, DTensor) and parameter.device_mesh.shape[-1] > 1 and parameter.device_mesh.ndim > 1:
+                raise ContractError(
+                    "torch's GradScaler shares over dp, but not over tp, that a gradient overflowed: one tp rank would skip the step "
+                    "that its peers take. Use bfloat16, which needs no loss scaling: parallelize(..., param_dtype=torch.bfloat16)"
+                )
             why = parameter.__dict__.get(STALE)
             if why is not None:
                 raise ContractError(
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that its step would not train: {why}"
                 )
+
+
+def _called_by_grad_scaler() -> bool:
+    """Whether an enabled GradScaler makes this optimizer step: it leaves no other trace on the optimizer."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
+        frame = frame.f_back
+    return frame is not None and bool(getattr(frame.f_locals.get("self"), "_enabled", False))
+
+
+WHOLE_MATRIX = ("muon", "shampoo", "soap", "kfac", "galore")
+"""Parts of the names of optimizers whose update of an element depends on the whole matrix."""
 
 
 class RootGuard:

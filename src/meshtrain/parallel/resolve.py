@@ -261,6 +261,7 @@ def _layouts(
             ties.append(first.names)
         layouts.append(first)
     _check_units_hold_something(plan, units, layouts)
+    _check_dtypes(layouts)
     return tuple(layouts), tuple(ties)
 
 
@@ -297,9 +298,27 @@ def _check_units_hold_something(plan: ParallelPlan, units: tuple[str, ...], layo
             )
 
 
+def _check_dtypes(layouts: list[ParamLayout]) -> None:
+    """Refuse what FSDP would refuse at the first forward, deep inside."""
+    firsts: dict[str, ParamLayout] = {}
+    for layout in layouts:
+        if layout.requires_grad and (first := firsts.setdefault(layout.unit, layout)).dtype != layout.dtype:
+            place = f"the unit '{layout.unit}'" if layout.unit else "the root unit"
+            raise Refused(
+                f"'{first.name}' is {first.dtype} and '{layout.name}' is {layout.dtype}, both in {place}, and FSDP gathers and "
+                "reduces trainable parameters of one dtype together. Convert the model, model.float(), and compute in a lower "
+                "precision with parallelize(..., param_dtype=torch.bfloat16)"
+            )
+
+
 def _check_dropout(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry], sizes: MeshSizes) -> None:
     """Refuse dropout that no entry covers: it would draw from each rank's own generator."""
     for path, module in model.named_modules():
+        if isinstance(module, dropout.OTHERS) and module.p > 0 and sizes.world > 1:
+            raise Refused(
+                f"'{path}' is a {type(module).__name__} with p={module.p}, whose mask would come from each rank's own generator. Use "
+                "nn.Dropout, whose masks meshtrain makes right on any mesh, or p=0"
+            )
         if isinstance(module, dropout.MODULES) and module.p > 0 and sizes.world > 1:
             if not any(path == styled or (_within(path, styled) and isinstance(e.style, SUBTREE)) for styled, e in entries.items()):
                 raise Refused(

@@ -386,7 +386,7 @@ class Row(Style):
             weight, bias = parameters["weight"], parameters.get("bias")
             parameters["weight"] = local(weight, path)
             if bias is not None:
-                parameters["bias"] = absent if absent is None else bias.to_local().new_zeros(bias.shape)
+                parameters["bias"] = absent if absent is None else bias._local_tensor.new_zeros(bias.shape)
             try:
                 out = tp.leave(run(x))
             finally:

@@ -1,0 +1,37 @@
+"""meshtrain: tensor parallelism and FSDP2 on one dp x tp mesh.
+
+    mesh = init_mesh(dp=4, tp=2)
+    with torch.device("meta"):
+        model = MyModel()
+    parallelize(model, mesh, plan)
+    initialise(model, seed=0)                     # or load_pretrained(model, "some/directory")
+    optimizer = adamw(model, lr=3e-4)
+    for batch in batches:
+        result = train_step(model, optimizer, [batch], max_norm=1.0)
+    save_pretrained(model, "out")
+"""
+
+from .errors import ContractError, MeshtrainError, Refused
+from .mesh import init_mesh
+from .parallel import (
+    ParallelPlan,
+    cross_entropy,
+    initialise,
+    linear_cross_entropy,
+    load_plan,
+    parallelize,
+    resolve,
+    state_of,
+)
+from .state.pretrained import load_pretrained, save_pretrained
+from .train.clip import NonFinite, clip_grad_norm_
+from .train.optim import AdamW, adamw
+from .train.schedule import learning_rate
+from .train.step import StepResult, train_step
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdamW", "ContractError", "MeshtrainError", "NonFinite", "ParallelPlan", "Refused", "StepResult", "adamw", "clip_grad_norm_",
+    "cross_entropy", "init_mesh", "initialise", "learning_rate", "linear_cross_entropy", "load_plan", "load_pretrained",
+    "parallelize", "resolve", "save_pretrained", "state_of", "train_step",
+]  # fmt: skip

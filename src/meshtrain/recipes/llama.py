@@ -1,0 +1,157 @@
+"""Trains a Llama on a dp x tp mesh and writes it as a Hugging Face model: python -m meshtrain.recipes.llama --help
+
+`train_on_rank` is the whole of it, on the public API, for somebody who wants to write their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshtrain.errors import Refused
+from meshtrain.recipes.runfile import read_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshtrain.recipes.prepare import Run
+
+PROGRAM = "python -m meshtrain.recipes.llama"
+PROMPT = 16
+"""Tokens of the data that the sample of text begins with."""
+KEPT_BYTES = 2**30
+"""While it writes it, a rank keeps its tp share of a model of less than this."""
+WINDOW = 64
+"""Tokens that the model looks back on while it writes the sample."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    try:
+        settings = read_settings(
+            sys.argv[1:] if arguments is None else arguments,
+            program=PROGRAM,
+            description="Trains a Llama on a dp x tp mesh, and writes it as a Hugging Face model.",
+        )
+        # Only now what takes seconds to import: a mistyped flag is answered at once.
+        from meshtrain.launch import run
+        from meshtrain.recipes.prepare import prepare
+
+        prepared = prepare(settings)
+        # Its threads do not survive the fork; ranks only decode, and it would warn about them.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        mesh = settings.mesh
+        return run(
+            train_on_rank,
+            (prepared,),
+            world_size=mesh.dp * mesh.tp,
+            device=prepared.device,
+            timeout_s=mesh.timeout,
+            grace_s=mesh.timeout,  # for the step under way and the export after an interruption
+        )
+    except Refused as error:
+        from meshtrain.train.console import refuse
+
+        if _first_on_host():
+            refuse(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def train_on_rank(run: Run) -> None:
+    """What each rank does, from the mesh to the exported model. Raises KeyboardInterrupt after an interruption."""
+    import torch.distributed as dist
+
+    from meshtrain import adamw, init_mesh, initialise, learning_rate, load_pretrained, parallelize, save_pretrained
+    from meshtrain.data import TokenDataset
+    from meshtrain.recipes.prepare import TORCH_DTYPES, build
+    from meshtrain.recipes.report import agree, introduce, recording, show_sample, summarise, what_next
+    from meshtrain.train.console import RunConsole
+    from meshtrain.train.generate import generate
+    from meshtrain.train.loop import stop_on_interrupt, train
+    from meshtrain.train.step import loss_in_model
+
+    chosen, training, data, output = run.settings.mesh, run.settings.training, run.settings.data, run.settings.output
+    mesh = init_mesh(chosen.dp, chosen.tp, run.device)
+    tokens, out, export = agree(run)
+    dataset = TokenDataset(tokens, data.seq_len, training.seed)
+    console = RunConsole(quiet=dist.get_rank() != 0)
+    introduce(console, run, dataset, out)
+
+    model = build(run.config, run.master_dtype, "meta")
+    parallelize(
+        model,
+        mesh,
+        run.plan,
+        sequence_parallel=chosen.sequence_parallel,
+        loss_parallel=chosen.loss_parallel,
+        param_dtype=run.compute_dtype,
+        activation_checkpointing=chosen.activation_checkpoint == "full",
+        seed=training.seed,
+    )
+    if run.settings.model.init_from is not None:
+        load_pretrained(model, run.settings.model.init_from)
+    else:
+        initialise(model, seed=training.seed)
+    optimizer = adamw(model, lr=training.lr, weight_decay=training.weight_decay)
+
+    def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+        own = dataset.batch(
+            step - 1,
+            global_batch=data.global_batch,
+            dp=chosen.dp,
+            dp_rank=mesh["dp"].get_local_rank(),
+            micro_batch=data.micro_batch,
+        )
+        return [(batch.inputs.to(run.device), batch.labels.to(run.device)) for batch in own]
+
+    def rate(step: int) -> float:
+        return learning_rate(
+            step, peak=training.lr, steps=training.steps, warmup=training.warmup_steps, schedule=training.schedule
+        )
+
+    with stop_on_interrupt() as stop:
+        with recording(run, console, out) as report:
+            trained = train(
+                model,
+                optimizer,
+                batches,
+                steps=training.steps,
+                learning_rate=rate,
+                tokens=lambda step: dataset.global_tokens(step - 1, global_batch=data.global_batch),
+                max_norm=training.max_norm,
+                loss_sum=loss_in_model,
+                report=report,
+                stop=stop,
+            )
+        summarise(console, trained, training.steps)
+        save_pretrained(
+            model,
+            export,
+            dtype=TORCH_DTYPES[output.export_dtype] if output.export_dtype else None,
+            tokenizer=run.tokenizer,
+            generation_config=dict(run.generation),
+        )
+        if output.sample and trained.steps and not trained.stopped:
+            if run.parameters / chosen.tp * run.master_dtype.itemsize < KEPT_BYTES:
+                # Gathering every block anew for each token takes over ten times as long as computing it.
+                model.set_reshard_after_forward(False)
+            # The beginning of the sequence that would come next.
+            prompt = dataset.batch(trained.steps, global_batch=1, dp=1, dp_rank=0)[0].inputs[0, :PROMPT].tolist()
+            text = generate(model, prompt, output.sample, window=min(data.seq_len, WINDOW), seed=training.seed)
+            show_sample(console, run.tokenizer.decode(prompt), run.tokenizer.decode(text))
+    what_next(console, run, out, export)
+    if trained.stopped:
+        raise KeyboardInterrupt
+
+
+def _first_on_host() -> bool:
+    """Whether this process speaks for its host: ranks that torchrun or Slurm started all find the same fault."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What a run says and records around its loop: the introduction, the files in --out, the sample, and what to do next.
+
+Also the one exchange before the loop, in which all ranks agree on the paths of the run.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshtrain import Refused
+from meshtrain.data import TokenDataset
+from meshtrain.environment import environment
+from meshtrain.recipes.prepare import Run, tokens_of
+from meshtrain.train.console import RunConsole, count, duration
+from meshtrain.train.loop import Trained
+from meshtrain.train.metrics import METRICS, SETTINGS, MetricsFile, StepMetrics, write_settings
+
+TOKENISE_TIMEOUT = timedelta(hours=24)
+"""How long ranks wait for the one of their host that tokenises; a rank that dies ends the wait at once."""
+
+
+def agree(run: Run) -> tuple[Path, Path, Path]:
+    """The token file of this host, and the first rank's --out and --export. Collective.
+
+    Ranks that torchrun or Slurm started come here without a token file: the first one of each host makes it.
+    """
+    place = environment()
+    found: str | None = str(run.tokens) if run.tokens is not None else None
+    problem: str | None = None
+    if found is None and place is not None and place.local_rank == 0:
+        try:
+            found = str(tokens_of(run.settings.data, run.tokenizer, progress=place.rank == 0))
+        except Refused as error:
+            problem = str(error)
+    world = dist.get_world_size()
+    everyone: list[Any] = [None] * world
+    # A group of its own, whose time-out is that of a long corpus; no other collective waits so long.
+    group = dist.new_group(backend="gloo", timeout=TOKENISE_TIMEOUT)
+    dist.all_gather_object(everyone, (socket.gethostname(), found, problem, str(run.out), str(run.export)), group=group)
+    dist.destroy_process_group(group)
+    for _, _, theirs, _, _ in everyone:
+        if theirs is not None:
+            raise Refused(theirs)
+    if found is None:
+        here = [path for host, path, *_ in everyone if host == socket.gethostname() and path is not None]
+        # No rank of this host counts itself as its first: the cache has the file, or this rank makes it.
+        found = here[0] if here else str(tokens_of(run.settings.data, run.tokenizer, progress=False))
+    return Path(found), Path(everyone[0][3]), Path(everyone[0][4])
+
+
+def introduce(console: RunConsole, run: Run, dataset: TokenDataset, out: Path) -> None:
+    """Say what is about to run."""
+    chosen, data, training = run.settings.mesh, run.settings.data, run.settings.training
+    switches = [
+        name
+        for name, on in (
+            ("sequence parallel", chosen.sequence_parallel and chosen.tp > 1),
+            ("loss parallel", chosen.loss_parallel and chosen.tp > 1),
+            ("activation checkpointing", chosen.activation_checkpoint == "full"),
+        )
+        if on
+    ]
+    weights = f"weights of {run.settings.model.init_from}" if run.settings.model.init_from else f"seed {training.seed}"
+    ranks = chosen.dp * chosen.tp
+    console.label("model", f"{run.name}, {count(run.parameters)} parameters, {run.settings.model.dtype}, {weights}")
+    console.label("mesh", ", ".join([f"dp {chosen.dp} x tp {chosen.tp} = {ranks} rank{'s' * (ranks > 1)} on {run.device}", *switches]))
+    console.label(
+        "data",
+        f"{data.data or 'embedded text'}, {count(len(dataset) * data.seq_len)} tokens; a step takes {data.global_batch} "
+        f"sequences of {data.seq_len} = {count(data.global_batch * data.seq_len)}",
+    )
+    console.label("out", str(out))
+
+
+@contextmanager
+def recording(run: Run, console: RunConsole, out: Path) -> Iterator[Callable[[StepMetrics], None] | None]:
+    """On the first rank: make the files of the run in `out`, and give the function that records and shows a step."""
+    if dist.get_rank() != 0:
+        yield None
+        return
+    chosen = run.settings.mesh
+    out.mkdir(parents=True, exist_ok=True)
+    write_settings(
+        out / SETTINGS,
+        dict(run.settings.items()),
+        mesh={"dp": chosen.dp, "tp": chosen.tp, "device": run.device},
+        model=run.config.to_hf(),
+        plan=_plan_as_data(run),
+    )
+    with MetricsFile(out / METRICS) as file, console.steps(run.settings.training.steps) as view:
+
+        def report(metrics: StepMetrics) -> None:
+            file.write(metrics)
+            view.show(metrics)
+
+        yield report
+
+
+def _plan_as_data(run: Run) -> dict[str, Any] | str:
+    try:
+        return run.plan.to_dict()
+    except Refused:  # it holds styles that have no file form
+        return str(run.plan)
+
+
+def summarise(console: RunConsole, trained: Trained, steps: int) -> None:
+    """Say how the loop went."""
+    if trained.stopped:
+        console.say(f"interrupted after step {trained.steps} of {steps}; exporting the model as it is", style="bold yellow")
+    if trained.steps:
+        console.say(
+            f"first loss {trained.first_loss:.4f}, last loss {trained.last_loss:.4f}, {trained.steps} steps in "
+            f"{duration(trained.seconds)}",
+            style="bold",
+        )
+
+
+def show_sample(console: RunConsole, prompt: str, text: str) -> None:
+    """Show what the model made of a beginning."""
+    console.say()
+    console.say("a sample (the data's words up to the bar, then the model's)", style="bold")
+    console.say(f"{prompt}|{text}")
+
+
+def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:
+    """Say what there is now, and what can be done with it."""
+    chosen = run.settings.mesh
+    console.say()
+    console.label("model", f"{export}   (opens in transformers and whatever else reads safetensors)")
+    console.label("metrics", f"{out / METRICS}   (one JSON object a step; the settings are in {SETTINGS} beside it)")
+    console.say("what to do next", style="bold")
+    console.say("  use the model in Python:")
+    console.say("    from transformers import AutoModelForCausalLM, AutoTokenizer")
+    console.say(f"    model, tokenizer = (kind.from_pretrained({str(export)!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))")
+    console.say("  train it further, on this mesh or any other:")
+    console.say(f"    python -m meshtrain.recipes.llama --dp {chosen.dp} --tp {chosen.tp} --init-from {shlex.quote(str(export))}")

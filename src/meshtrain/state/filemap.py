@@ -1,0 +1,121 @@
+"""Which file holds which tensor, and where: a function of names, shapes and dtypes alone, so every rank
+finds the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshtrain.errors import Refused
+from meshtrain.state.folder import WEIGHTS
+from meshtrain.state.header import TensorInfo, make_header
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_DTYPES = {
+    "float64": torch.float64, "fp64": torch.float64,
+    "float32": torch.float32, "fp32": torch.float32,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file that will be written."""
+
+    name: str
+    head: bytes
+    """Header length and header, as they go to the file."""
+    size: int
+    """Bytes of the whole file."""
+    starts: dict[str, int]
+    """Key -> the byte at which its data begins."""
+
+
+def plan_files(tensors: Sequence[TensorInfo], max_shard_size: int | str = "5GB") -> list[PlannedFile]:
+    """Spread tensors, in the order given, over files of at most `max_shard_size` bytes of data (as
+    transformers does).
+
+    A larger tensor gets a file of its own. One file is named model.safetensors, several model-00001-of-0000N.
+    """
+    limit = parse_size(max_shard_size)
+    groups: list[list[TensorInfo]] = [[]]
+    alone: list[list[TensorInfo]] = []
+    held = 0
+    for tensor in tensors:
+        if tensor.nbytes > limit:
+            alone.append([tensor])
+            continue
+        if groups[-1] and held + tensor.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += tensor.nbytes
+    groups = [group for group in groups if group] + alone or [[]]
+    files = []
+    for number, group in enumerate(groups, 1):
+        name = WEIGHTS if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        head, starts = make_header(group)
+        files.append(PlannedFile(name, head, len(head) + sum(tensor.nbytes for tensor in group), starts))
+    return files
+
+
+def index_of(files: Sequence[PlannedFile]) -> dict[str, Any] | None:
+    """The content of model.safetensors.index.json; None for a single file, which has none."""
+    if len(files) == 1:
+        return None
+    total = sum(file.size - len(file.head) for file in files)
+    weight_map = {key: file.name for file in files for key in file.starts}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def digest(files: Sequence[PlannedFile], *words: str) -> bytes:
+    """32 bytes that are equal on two ranks exactly when they plan the same files (and the same `words`)."""
+    total = hashlib.sha256()
+    for part in (*(word.encode() for word in words), *(f.name.encode() + f.head for f in files)):
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.digest()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or from text such as "5GB" (10^9) or "512MiB" (2^20). Raises Refused."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+        if match and match[2].upper() in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise Refused(
+            f"max_shard_size {size!r}: give a number of bytes above 0, as in 5000000000, '5GB' or '512MiB'"
+        )
+    return size
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating dtype from its name; None stays None (each tensor keeps its own). Raises Refused."""
+    if dtype is None or dtype in _DTYPES.values():
+        return dtype  # type: ignore[return-value]
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") in _DTYPES:
+        return _DTYPES[dtype.removeprefix("torch.")]
+    raise Refused(f"dtype {dtype!r} is not one that weights are written in: use one of {', '.join(_DTYPES)}")
+
+
+def dtype_written(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is written: floating ones as `wanted`, others as they are."""
+    return wanted if wanted is not None and stored in _DTYPES.values() else stored

@@ -1,0 +1,227 @@
+"""Writing a model directory: every rank puts its own bytes into files of the final size, then the directory
+appears.
+
+Where the ranks do not share a file system, rank 0 writes what the others send it, one buffer at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshtrain.errors import ContractError
+from meshtrain.parallel.layout import MeshSizes
+from meshtrain.state.filemap import PlannedFile, digest, dtype_written, index_of, plan_files
+from meshtrain.state.folder import INDEX
+from meshtrain.state.header import TensorInfo
+from meshtrain.state.publish import (
+    check_space,
+    check_target,
+    fsync_files,
+    publish,
+    temporary_directory,
+    write_file,
+)
+from meshtrain.state.specs import TensorSpec
+from meshtrain.state.team import Team
+from meshtrain.state.transfer import Staging, pieces, stage, write_piece, write_shard
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Everything that the files follow from; equal on every rank."""
+
+    specs: dict[str, TensorSpec]
+    """By the key in the file."""
+    dtypes: dict[str, torch.dtype]
+    """Key -> the dtype in the file."""
+    files: list[PlannedFile]
+
+
+def plan_save(
+    specs: Sequence[TensorSpec], dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+) -> SavePlan:
+    """Decide dtypes and files. `dtype` applies to floating parameters; buffers keep theirs, as their
+    values may need it.
+    """
+    dtypes = {s.key: dtype_written(s.dtype, dtype if s.layout is not None else None) for s in specs}
+    files = plan_files([TensorInfo(s.key, dtypes[s.key], s.shape) for s in specs], max_shard_size)
+    return SavePlan({spec.key: spec for spec in specs}, dtypes, files)
+
+
+def check_shards(
+    specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coordinate: tuple[int, int]
+) -> None:
+    """Raise ContractError unless this rank holds, in memory, exactly the part of every tensor that the
+    layouts give it.
+    """
+    for spec in specs:
+        local, shape = shards.get(spec.name), spec.local_shape(*coordinate)
+        # An empty shard has no rows, whatever its other dims are said to be.
+        empty = local is not None and local.numel() == 0 == math.prod(shape)
+        if local is None or (tuple(local.shape) != shape and not empty):
+            found = "nothing" if local is None else f"shape {list(local.shape)}"
+            raise ContractError(
+                f"{spec.name}: its layout gives coordinate {coordinate} a part of shape {list(shape)}, the "
+                f"model holds {found} "
+                "there. Do not change parameters after parallelize"
+            )
+        if local.is_meta:
+            raise ContractError(
+                f"{spec.name}: is on the meta device and holds no data. Materialise the model first "
+                f"(initial weights, to_empty)"
+            )
+
+
+def write_own(
+    plan: SavePlan, shards: Mapping[str, Tensor], coordinate: tuple[int, int], folder: Path, staging: Staging
+) -> None:
+    """Write this coordinate's bytes into the files of `folder`, and make them durable."""
+    for file in plan.files:
+        mine = [key for key in file.starts if plan.specs[key].writes(*coordinate)]
+        if not mine:
+            continue
+        descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for key in mine:
+                spec = plan.specs[key]
+                write_shard(
+                    descriptor,
+                    file.starts[key],
+                    spec,
+                    coordinate,
+                    shards[spec.name],
+                    plan.dtypes[key],
+                    staging,
+                )
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def relay_to_first(
+    plan: SavePlan,
+    shards: Mapping[str, Tensor],
+    sizes: MeshSizes,
+    folder: Path,
+    team: Team,
+    staging: Staging,
+) -> None:
+    """Send every piece to rank 0, which writes it: for file systems that not all ranks see. Collective.
+
+    A rank that fails goes on sending or receiving, since the others wait for it; the failure is shared after
+    each file.
+    """
+    for file in plan.files:
+        error: Exception | None = None
+        descriptor = -1
+        if team.rank == 0:
+            try:
+                descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as failure:
+                error = failure
+        try:
+            for key, start in file.starts.items():
+                spec, dtype = plan.specs[key], plan.dtypes[key]
+                for owner, coordinate in enumerate(sizes.coordinates()):
+                    if not spec.writes(*coordinate) or team.rank not in (0, owner):
+                        continue
+                    for block in spec.blocks(*coordinate):
+                        for piece in pieces(block, staging.nbytes // dtype.itemsize):
+                            if team.rank == owner and error is None:
+                                local = (
+                                    shards[spec.name].detach().reshape(spec.local_shape(*coordinate) or (1,))
+                                )
+                                error = attempt(stage, spec.name, local[piece.local], dtype, staging)
+                            data = staging.tensor(dtype, piece.shape).view(-1).view(torch.uint8)
+                            if owner != 0 and team.rank == owner:
+                                team.send_to_first(data)
+                            elif owner != 0:
+                                team.receive(data, owner)
+                            if team.rank == 0 and error is None:
+                                error = attempt(write_piece, descriptor, start, spec, piece, dtype, staging)
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+        team.agree(error)
+
+
+def write_directory(
+    plan: SavePlan,
+    target: str | os.PathLike[str],
+    fill: Callable[[Path, bool], None],
+    beside: Callable[[Path], None],
+    team: Team,
+    *,
+    shared: bool | None = None,
+) -> Path:
+    """Make the model directory `target`: complete, or not at all. Collective over `team`.
+
+    fill(folder, shared): writes the tensors into the files, which have their headers and final sizes;
+        `shared` says whether every rank sees the folder.
+    beside(folder): called on rank 0, first, writes the other files (config, tokenizer).
+    shared: None finds out by looking for the folder from every rank.
+
+    Raises on every rank when any rank fails (Refused for a target that may not be replaced, MeshtrainError
+    with rank and cause otherwise); then nothing is left behind, and a directory that was there before is
+    untouched.
+    """
+    named, target = os.path.abspath(target), Path(os.path.realpath(target))
+    team.same(digest(plan.files, named), f"the set of files to write to {target}")
+    with ExitStack() as stack:
+        folder = Path()
+
+        def begin() -> None:
+            nonlocal folder
+            check_target(target)
+            folder = stack.enter_context(temporary_directory(target))
+            check_space(folder, sum(file.size for file in plan.files))
+            beside(folder)
+            for file in plan.files:
+                with open(folder / file.name, "xb") as handle:
+                    handle.write(file.head)
+                    handle.truncate(file.size)
+
+        def finish() -> None:
+            fsync_files(folder)
+            if (index := index_of(plan.files)) is not None:
+                write_file(folder / INDEX, json_bytes(index))
+            check_target(target)
+            publish(folder, target)
+
+        team.agree(attempt(begin) if team.rank == 0 else None)
+        folder = Path(team.from_first(str(folder)))
+        if shared is None:
+            shared = team.all(folder.is_dir())
+        team.agree(attempt(fill, folder, shared))
+        team.agree(attempt(finish) if team.rank == 0 else None)
+    return target
+
+
+def attempt(call: Callable[..., None], *args: Any) -> Exception | None:
+    """The error that a call raises, to be shared with the other ranks before any of them raises."""
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def json_bytes(value: dict[str, Any]) -> bytes:
+    """JSON as transformers writes it."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=_plain) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"{value!r} in a config is no JSON value; make it a number, string, list or dict")
