@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,7 +143,7 @@ def parallelize(
     sizes = MeshSizes(dp_mesh.size(), tp_mesh.size())
     resolved = resolve(plan, model, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     guards.check_equal_weights(model, mesh)
-    guards.mark_stale(model, "it was built before parallelize() replaced the model's parameters by sharded ones; build it after")
+    guards.mark_stale(model.parameters(), "it was built before parallelize() replaced the model's parameters by sharded ones; build it after")
     tp = TensorParallel.of(
         tp_mesh,
         sequence_parallel=resolved.sequence_parallel,
@@ -162,7 +162,9 @@ def parallelize(
             unit.forward = torch.compile(unit.forward, backend=compile_backend)  # type: ignore[method-assign]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
     for unit in [*units, model]:
-        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        # The root's backward begins as soon as its forward ends: None keeps it gathered in between.
+        reshard = None if unit is model and reshard_after_forward else reshard_after_forward
+        fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard)
         if mesh.device_type == "cpu" and sizes.dp > 1:
             cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
     reduce_unused([*units, model])
@@ -296,6 +298,7 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
             if parameter is not None and _is_meta(parameter):
                 if id(parameter) not in made:
                     made[id(parameter)] = _allocated(parameter, target)
+                    guards.mark_stale([parameter], "it was built before the parameters had values; build it after initialise() or load_pretrained()")
                 module._parameters[name] = made[id(parameter)]
     if state is not None:
         renewed = {id(old): made.get(id(old), old) for old in state.gradients.parameters}

@@ -34,11 +34,14 @@ def keyed_dropout(x: Tensor, p: float, key: int) -> Tensor:
 def install(module: nn.Dropout, path: str, tp: TensorParallel, differs_over_tp: Callable[[], bool]) -> None:
     """Replace the forward of a dropout module."""
 
-    def forward(x: Tensor) -> Tensor:
-        if not module.training:
-            return x
+    # A mask is new in every call, and its key is made with a hash: nothing that a compiler could trace once and keep.
+    @torch.compiler.disable
+    def drop(x: Tensor) -> Tensor:
         call = tp.next_call()
         shard = tp.axis.index if differs_over_tp() else 0
         return keyed_dropout(x, module.p, stream_key(tp.seed, f"{path}/{call}/{tp.dp_index}/{shard}"))
+
+    def forward(x: Tensor) -> Tensor:
+        return drop(x) if module.training and module.p > 0 else x
 
     module.forward = forward  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ..errors import ContractError
 from .context import STALE
@@ -123,9 +122,9 @@ def check_replicas(shards: Mapping[str, Tensor], coordinate: tuple[int, int]) ->
                 )
 
 
-def mark_stale(model: nn.Module, why: str) -> None:
-    """Remember that the present parameters of the model are about to be replaced."""
-    for parameter in model.parameters():
+def mark_stale(parameters: Iterable[nn.Parameter], why: str) -> None:
+    """Remember that these parameters of a model are about to be replaced."""
+    for parameter in parameters:
         parameter.__dict__[STALE] = why
     _watch_optimizers()
 

@@ -12,8 +12,9 @@ import importlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class ParallelPlan:
                     f"the plan's entry '{pattern}' is a {type(style).__name__}, and a plan file holds meshtrain's own styles "
                     f"only ({', '.join(STYLES)}). Keep this plan in Python, and name it by its dotted path"
                 )
-            table[pattern] = style.to_file()
+            table[pattern] = _to_file(style)
         return {"units": list(self.units), "styles": table}
 
     @classmethod
@@ -102,12 +103,19 @@ class ParallelPlan:
         except OSError as error:
             raise Refused(f"cannot read the plan file '{path}': {error.strerror}. Give the path of a .toml or .json file") from error
         except ValueError as error:
-            raise Refused(f"the plan file '{path}' is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from error
+            raise Refused(f"the plan file '{path}' is not valid {path.suffix[1:].upper() or 'JSON'}: {error}. Correct it there") from error
         return cls.from_dict(data, str(path))
 
 
 def _describe(style: ParallelStyle) -> str:
     return str(style) if isinstance(style, Style) else f"torch {type(style).__name__}"
+
+
+def _to_file(style: Style) -> str | dict[str, Any]:
+    """A style as a plan file holds it: its name, or a table with its arguments."""
+    arguments = {f.name: getattr(style, f.name) for f in fields(style) if getattr(style, f.name) != f.default}
+    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    return {"style": style.name, **arguments} if arguments else style.name
 
 
 def _toml(value: Any) -> str:
@@ -130,7 +138,7 @@ def _style_from(value: Any, where: str) -> Style:
     try:
         return STYLES[name](**arguments)
     except TypeError as error:
-        raise Refused(f"{where}: {name}() does not take these arguments: {error}") from error
+        raise Refused(f"{where}: {name}() does not take these arguments: {error}. Correct them there, or leave them out") from error
 
 
 def load_plan(spec: str) -> ParallelPlan:
@@ -145,13 +153,33 @@ def load_plan(spec: str) -> ParallelPlan:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise Refused(f"cannot import '{module_name}' for the plan '{spec}': {error}. Is it installed, or on PYTHONPATH?") from error
+    except Refused:
+        raise
+    except Exception as error:  # whatever a user's module may raise
+        raise Refused(f"importing '{module_name}' for the plan '{spec}' failed: {_told(error)}. Correct it") from error
     if not hasattr(module, name):
-        raise Refused(f"'{module_name}' has no '{name}' for the plan '{spec}'{near(name, vars(module))}")
-    found: ParallelPlan | Callable[[], ParallelPlan] = getattr(module, name)
-    plan = found() if callable(found) else found
+        hint = near(name, vars(module)) or ". Name a ParallelPlan in it, or a function that returns one"
+        raise Refused(f"'{module_name}' has no '{name}' for the plan '{spec}'{hint}")
+    found: Any = getattr(module, name)
+    try:
+        plan = found() if callable(found) else found
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"the plan '{spec}': {name}() failed: {_told(error)}. It must be a ParallelPlan, or a function that "
+            "returns one without arguments"
+        ) from error
     if not isinstance(plan, ParallelPlan):
-        raise Refused(f"the plan '{spec}' is a {type(plan).__name__}, not a ParallelPlan or a function that returns one")
+        what = f"a function that returns a {type(plan).__name__}" if callable(found) else f"a {type(plan).__name__}"
+        raise Refused(f"the plan '{spec}' is {what}. Name a ParallelPlan, or a function that returns one")
     return plan
+
+
+def _told(error: Exception) -> str:
+    """An error of a user's module, with the place that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..errors import Refused
 from . import dropout
 from .layout import MeshSizes, ParamLayout
+from .linear import matrix_dims
 from .plan import ParallelPlan, folded, matches, near
-from .styles import SUBTREE, Cut, Scope, Style, layout_of, matrix_dims
+from .stream import SUBTREE
+from .style import Cut, Scope, Style, layout_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -125,7 +127,7 @@ def _select(pattern: str, modules: Mapping[str, nn.Module], what: str, plan: Par
             owner = pattern.rpartition(".")[0]
             hint = f"; it names a parameter, and a plan names modules: write '{owner}'"
         else:
-            hint = near(pattern, paths)
+            hint = near(pattern, paths) or ". Correct the pattern, or drop it"
         raise Refused(f"{plan.source}: the {what} '{pattern}' matches no module of the {type(modules['']).__name__}{hint}")
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from meshtrain.errors import Refused
 from meshtrain.recipes.runfile import read_settings
@@ -64,8 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_on_rank(run: Run) -> None:
     """What each rank does, from the mesh to the exported model. Raises KeyboardInterrupt after an interruption."""
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
 
-    from meshtrain import adamw, init_mesh, initialise, learning_rate, load_pretrained, parallelize, save_pretrained
+    from meshtrain import (
+        adamw,
+        init_mesh,
+        initialise,
+        learning_rate,
+        load_pretrained,
+        parallelize,
+        save_pretrained,
+    )
     from meshtrain.data import TokenDataset
     from meshtrain.recipes.prepare import TORCH_DTYPES, build
     from meshtrain.recipes.report import agree, introduce, recording, show_sample, summarise, what_next
@@ -138,7 +147,7 @@ def train_on_rank(run: Run) -> None:
         if output.sample and trained.steps and not trained.stopped:
             if run.parameters / chosen.tp * run.master_dtype.itemsize < KEPT_BYTES:
                 # Gathering every block anew for each token takes over ten times as long as computing it.
-                model.set_reshard_after_forward(False)
+                cast(FSDPModule, model).set_reshard_after_forward(False)
             # The beginning of the sequence that would come next.
             prompt = dataset.batch(trained.steps, global_batch=1, dp=1, dp_rank=0)[0].inputs[0, :PROMPT].tolist()
             text = generate(model, prompt, output.sample, window=min(data.seq_len, WINDOW), seed=training.seed)

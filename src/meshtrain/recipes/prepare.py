@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from meshtrain import ParallelPlan, Refused, load_plan, resolve
-from meshtrain.data import Tokenizer, check_batching, check_vocab_size, find_files, load_tokenizer, open_tokens, prepare_tokens
+from meshtrain.data import (
+    Tokenizer,
+    check_batching,
+    check_vocab_size,
+    find_files,
+    load_tokenizer,
+    open_tokens,
+    prepare_tokens,
+)
 from meshtrain.environment import environment
 from meshtrain.mesh import check_world_size, pick_device
 from meshtrain.models.llama import Llama, parallel_plan
@@ -213,14 +221,14 @@ def _targets_of(settings: Settings, name: str) -> tuple[Path, Path]:
         )
     export = Path(output.export) if output.export is not None else out / "export"
     flag = "--export" if output.export is not None else "--out"
-    check_target(export)
-    if export.is_dir() and any(export.iterdir()):
-        raise Refused(f"{flag}: {export} holds a model already, and nothing is overwritten. Choose another directory, or remove this one")
     if _within(out, export):
         raise Refused(f"--export {export}: is or holds the directory of the run, {out}. Choose a directory beside or in it")
     source = settings.model.init_from
     if source is not None and (_within(export, Path(source)) or _within(Path(source), export)):
         raise Refused(f"{flag}: {export} and --init-from {source} are the same, or one is in the other. Choose another directory")
+    check_target(export)
+    if export.is_dir() and any(export.iterdir()):
+        raise Refused(f"{flag}: {export} holds a model already, and nothing is overwritten. Choose another directory, or remove this one")
     _check_writable(out, "--out")
     _check_writable(export, flag)
     return out, export

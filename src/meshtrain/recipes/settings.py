@@ -70,7 +70,7 @@ class DataSettings:
 class TrainingSettings:
     """How it is trained: AdamW, with the learning rate as a function of the step."""
 
-    steps: int = 100
+    steps: int = 60
     """Optimisation steps. 0 initialises and exports only."""
     lr: float = 3e-3
     """Highest learning rate."""

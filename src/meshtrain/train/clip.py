@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ContractError, MeshtrainError
-from ..parallel.guards import PeerCheck
 from ..parallel.apply import ParallelState, find_state
+from ..parallel.guards import PeerCheck
 
 
 class NonFinite(MeshtrainError):

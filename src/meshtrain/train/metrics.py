@@ -46,7 +46,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         """Raises FileExistsError: lines of two runs never mix."""
-        self._file: IO[str] = open(path, "x", encoding="utf-8")
+        self._file: IO[str] = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(asdict(metrics)) + "\n")

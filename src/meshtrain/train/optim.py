@@ -28,7 +28,7 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        if not 0 <= lr or not 0 <= eps or not 0 <= weight_decay or not all(0 <= beta < 1 for beta in betas):
+        if not lr >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ContractError(
                 f"AdamW(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): lr, eps and weight_decay must not be "
                 "negative, and both betas lie in [0, 1)"

@@ -1,0 +1,234 @@
+"""Styles of linear modules: column and row, whole attention heads, and weights that are several matrices in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ..errors import Refused
+from .context import local
+from .style import Cut, Forward, Scope, Site, Style, check_nonempty
+
+FUSED_NAMES = frozenset(
+    ["qkv", "qkv_proj", "c_attn", "wqkv", "query_key_value", "in_proj_qkv", "kv_proj", "gate_up_proj", "gate_up", "w13", "w1_w3", "fc1_gate"]
+)
+"""Last path segments that usually name several matrices fused into one."""
+
+
+def matrix_dims(module: nn.Module, path: str, style: str) -> tuple[int, int]:
+    """(output dim, input dim) of a module's weight."""
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) is not None:
+        return 1, 0  # transformers' GPT-2 layer stores [in, out]
+    raise Refused(
+        f"'{path}' is a {type(module).__name__}, and {style}() cuts the matrix of an nn.Linear. Use replicate() or "
+        "sequence() for it, or a style of your own (subclass meshtrain.parallel.Style)"
+    )
+
+
+@dataclass
+class Column(Style):
+    """Cut the output dim of a linear module (Shoeybi et al., "Megatron-LM", 2019): stream -> [..., out / tp].
+
+    Sizes that tp does not divide are cut unevenly, which a row() behind it understands.
+    """
+
+    name = "column"
+
+    fused: bool | None = None
+    """False says that a weight with a name like qkv_proj really is one matrix; packed_column() is for fused ones."""
+
+    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        out_dim, _ = matrix_dims(module, path, str(self))
+        if scope.sizes.tp > 1 and self.fused is not False and path.rpartition(".")[2].lower() in FUSED_NAMES:
+            raise Refused(
+                f"'{path}' looks like several matrices fused into one, and {self} would give rank 0 all of the first. "
+                "Use packed_column(parts=2) or packed_column(heads=(...)), or column(fused=False) if it is one matrix"
+            )
+        self.check(module, path, scope, module.weight.shape[out_dim])  # type: ignore[index,union-attr]
+        return self.cuts(module, path, scope, out_dim)
+
+    def check(self, module: nn.Module, path: str, scope: Scope, size: int) -> None:
+        check_nonempty(size, "the output size", path, scope.sizes.tp)
+
+    def cuts(self, module: nn.Module, path: str, scope: Scope, out_dim: int) -> dict[str, Cut]:
+        cuts = {"weight": Cut(out_dim)}
+        if module.bias is not None:
+            cuts["bias"] = Cut(0)
+        return cuts
+
+    def forward(self, site: Site) -> Forward:
+        tp, path, run = site.tp, site.path, site.run
+
+        def forward(x: Tensor) -> Tensor:
+            return run(tp.enter(x, path))
+
+        return forward
+
+
+@dataclass
+class Heads(Column):
+    """A column() that never cuts an attention head: stream -> [..., heads / tp * head_dim].
+
+    Key and value projections name the query heads that share theirs (Ainslie et al., "GQA", 2023). When tp exceeds
+    their number, the weight is replicated, each tp rank computes the one head that its query heads read, and the
+    gradient is summed over tp.
+    """
+
+    name = "heads"
+
+    count: int | str = ""
+    """Number of heads, or the attribute of the model's config that holds it."""
+    shared_by: int | str | None = None
+    """For keys and values: the number of query heads, or the attribute that holds it."""
+
+    def __init__(self, count: int | str, shared_by: int | str | None = None, fused: bool | None = None) -> None:
+        self.count, self.shared_by, self.fused = count, shared_by, fused
+
+    def check(self, module: nn.Module, path: str, scope: Scope, size: int) -> None:
+        heads, tp = scope.count(self.count, path), scope.sizes.tp
+        if size % heads:
+            raise Refused(
+                f"'{path}': its output size {size} is not a multiple of its {heads} heads. Correct the number of heads "
+                f"in the config or in the plan ({self})"
+            )
+        queries = heads if self.shared_by is None else scope.count(self.shared_by, path)
+        if queries % heads:
+            raise Refused(
+                f"'{path}': {queries} query heads cannot share {heads} key and value heads evenly. Correct the config"
+            )
+        valid = [n for n in range(1, queries + 1) if queries % n == 0 and (heads % n == 0 or n % heads == 0)]
+        if tp not in valid:
+            what = f"{heads} heads" if self.shared_by is None else f"{heads} heads shared by {queries} query heads"
+            raise Refused(f"'{path}': tp {tp} would cut a head of its {what}. tp can be {', '.join(map(str, valid))}")
+
+    def replicated(self, path: str, scope: Scope) -> bool:
+        return scope.sizes.tp > scope.count(self.count, path)
+
+    def cuts(self, module: nn.Module, path: str, scope: Scope, out_dim: int) -> dict[str, Cut]:
+        if not self.replicated(path, scope):
+            return super().cuts(module, path, scope, out_dim)
+        return {name: Cut(None, gradient="partial") for name, _ in module.named_parameters()}
+
+    def forward(self, site: Site) -> Forward:
+        if not self.replicated(site.path, site.scope):
+            return super().forward(site)
+        tp, path, module, run = site.tp, site.path, site.module, site.original
+        out_dim, _ = matrix_dims(module, path, str(self))
+        heads = site.scope.count(self.count, path)
+        width = module.weight.shape[out_dim] // heads  # type: ignore[index,union-attr]
+        start = tp.axis.index * heads // tp.axis.size * width
+
+        def forward(x: Tensor) -> Tensor:
+            whole = tp.enter(x, path)
+            parameters = module._parameters
+            before = dict(parameters)
+            held: dict[str, Any] = cast("dict[str, Any]", parameters)
+            try:
+                for name, parameter in before.items():
+                    if parameter is not None:
+                        held[name] = local(parameter, path).narrow(out_dim if name == "weight" else 0, start, width)
+                return run(whole)
+            finally:
+                parameters.update(before)
+
+        return forward
+
+
+def _parts(parts: int, heads: tuple[int | str, ...], size: int, path: str, scope: Scope, style: Style) -> tuple[int, ...]:
+    """Lengths of the fused parts of a dim of `size`."""
+    tp = scope.sizes.tp
+    if not heads:
+        if parts < 2 or size % parts:
+            raise Refused(f"'{path}': {style} cannot cut {size} into {parts} equal parts. Correct `parts` in the plan")
+        check_nonempty(size // parts, "the size of a fused part", path, tp)
+        return (size // parts,) * parts
+    counts = [scope.count(count, path) for count in heads]
+    if size % sum(counts):
+        raise Refused(f"'{path}': its size {size} is not a multiple of its {sum(counts)} heads in all ({style})")
+    if uneven := [count for count in counts if count % tp]:
+        raise Refused(
+            f"'{path}': tp {tp} would cut a head of its fused parts with {', '.join(map(str, counts))} heads "
+            f"({uneven[0]} is not a multiple of {tp}). Use a tp that divides them all"
+        )
+    return tuple(size // sum(counts) * count for count in counts)
+
+
+@dataclass
+class PackedColumn(Column):
+    """A column() for a fused weight, such as [gate; up] or [query; key; value]: each part is cut, and a tp rank holds
+    its chunk of every part, in order. The module must split its output by local sizes (`chunk`, or heads / tp)."""
+
+    name = "packed_column"
+
+    parts: int = 2
+    """Number of equal parts."""
+    heads: tuple[int | str, ...] = ()
+    """Instead: the numbers of heads of each part, or the attributes of the model's config that hold them."""
+
+    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        out_dim, _ = matrix_dims(module, path, str(self))
+        size = module.weight.shape[out_dim]  # type: ignore[index,union-attr]
+        parts = _parts(self.parts, tuple(self.heads), cast(int, size), path, scope, self)
+        cuts = {"weight": Cut(out_dim, parts)}
+        if module.bias is not None:
+            cuts["bias"] = Cut(0, parts)
+        return cuts
+
+
+@dataclass
+class Row(Style):
+    """Cut the input dim of a linear module: [..., in / tp] -> stream. The terms of the tp ranks are summed (and, with
+    sequence parallelism, scattered) before the bias is added once."""
+
+    name = "row"
+
+    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        _, in_dim = matrix_dims(module, path, str(self))
+        size = cast(int, module.weight.shape[in_dim])  # type: ignore[index,union-attr]
+        parts = self.parts_of(size, path, scope)
+        cuts = {"weight": Cut(in_dim, parts)}
+        if module.bias is not None:
+            cuts["bias"] = Cut(None, gradient=scope.stream_gradient)
+        return cuts
+
+    def parts_of(self, size: int, path: str, scope: Scope) -> tuple[int, ...]:
+        check_nonempty(size, "the input size", path, scope.sizes.tp)
+        return ()
+
+    def forward(self, site: Site) -> Forward:
+        tp, path, module, run = site.tp, site.path, site.module, site.original
+        parameters = cast("dict[str, Any]", module._parameters)
+        # Conv1D adds its bias unconditionally, so it runs with a zero in place of the bias that is added below.
+        absent = None if isinstance(module, nn.Linear) else 0.0
+
+        def forward(x: Tensor) -> Tensor:
+            weight, bias = parameters["weight"], parameters.get("bias")
+            parameters["weight"] = local(weight, path)
+            if bias is not None:
+                parameters["bias"] = absent if absent is None else bias._local_tensor.new_zeros(bias.shape)
+            try:
+                out = tp.leave(run(x))
+            finally:
+                parameters["weight"] = weight
+                if bias is not None:
+                    parameters["bias"] = bias
+            return out if bias is None else out + local(bias, path)
+
+        return forward
+
+
+@dataclass
+class PackedRow(Row):
+    """A row() whose input is the output of a packed_column(), unsplit: its input dim has the same fused parts."""
+
+    name = "packed_row"
+
+    parts: int = 2
+    heads: tuple[int | str, ...] = ()
+
+    def parts_of(self, size: int, path: str, scope: Scope) -> tuple[int, ...]:
+        return _parts(self.parts, tuple(self.heads), size, path, scope, self)
