@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from meshtrain.launch import launch
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import LlamaConfig
 from meshtrain.parallel import ParallelPlan, load_plan, resolve
-from meshtrain.parallel.styles import column, embedding, head, heads, packed_column, replicate, row, sequence
+from meshtrain.parallel.styles import column, embedding, head, heads, packed_column, replicate, sequence
 from meshtrain.recipes import llama as recipe
 
 pytestmark = pytest.mark.timeout(120)
@@ -423,7 +423,7 @@ AS_COMMANDS = {"misspelt flag", "number as text", "unknown key", "style name in 
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder, and a cache beside it; no launcher is around, and none can be started."""
     place = tmp_path / "here"
     place.mkdir()
@@ -438,7 +438,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     monkeypatch.setattr(os, "fork", started)
     monkeypatch.setattr(recipe, "train_on_rank", started)
-    yield place
+    return place
 
 
 def make(bad: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from tests.cases.models import (
     MLP_PLAN,
     VOCAB,
     assert_same,
+    gather,
     of_plain,
     on_meta,
     plain,
@@ -482,19 +483,55 @@ def test_case_d13_the_second_run_drops_the_same_elements(ranks, dp, tp):
 def compiled(dp: int, tp: int, options: dict) -> dict[str, int]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train_like_one_process(LM, LM_PLAN, dp, tp, options={"compile_backend": "aot_eager", **options}, steps=2)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    ids, labels = tokens()
+    reference, model = plain(LM), sharded(LM, LM_PLAN, dp, tp, compile_backend="aot_eager", **options)
+    wanted = F.cross_entropy(reference(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    wanted.backward()
+    for _ in range(2):
+        model.zero_grad()
+        loss = cross_entropy(model(share(ids, dp, tp)), share(labels, dp, tp))
+        (loss * dp).backward()
+        assert_same(whole(model), of_plain(reference), 1e-10)
+    assert sum(gather(loss.item())) == pytest.approx(wanted.item() * tp, rel=1e-12)
+    counters = torch._dynamo.utils.counters
+    found = {"breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
     torch._dynamo.reset()
-    return {"breaks": breaks, "graphs": graphs}
+    return found
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}, {"activation_checkpointing": True}])
-@pytest.mark.parametrize(("dp", "tp"), [(2, 2)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("dp", "tp", "options"),
+    [
+        (1, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"sequence_parallel": False}, marks=pytest.mark.slow),
+        pytest.param(1, 2, {"activation_checkpointing": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_case_d16_compiled_units_give_the_same(ranks, dp, tp, options):
-    for counts in ranks(4).run(compiled, dp, tp, options, timeout=150):
-        assert counts["breaks"] == 0
-        assert 0 < counts["graphs"] <= 4
+    for counts in ranks(dp * tp).run(compiled, dp, tp, options, timeout=360):
+        assert counts == {"breaks": 0, "graphs": 2}, "one graph for each of the two blocks"
+
+
+def compiled_dropout() -> None:
+    """The masks of compiled units are those of eager ones, new in each call."""
+    found = []
+    for backend in ("aot_eager", None):
+        torch._dynamo.reset()
+        model = sharded(dropped, LM_PLAN, 1, 2, compile_backend=backend)
+        losses = [cross_entropy(model(a), b) for a, b in (tokens(2, 6), tokens(2, 6))]
+        sum(losses).backward()
+        assert losses[0] != losses[1]
+        found.append(whole(model))
+    torch._dynamo.reset()
+    assert_same(*found, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_case_d16_compiled_units_drop_what_eager_ones_drop(ranks):
+    ranks(2).run(compiled_dropout, timeout=360)
 
 
 # D17
