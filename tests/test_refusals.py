@@ -409,7 +409,7 @@ CHECKPOINTS = [
     bad_weights("pipe", WEIGHTS, "not a regular file", "copy the data into one", instead(lambda path: os.mkfifo(path))),
     bad_weights("folder of pickles", "model", "'pytorch_model.bin'", "Convert the model to safetensors first", instead(lambda path: (path.parent / "pytorch_model.bin").touch())),
     bad_weights("no tokenizer beside the weights", "--init-from model", "holds no tokenizer.json", "--tokenizer", **{"model/tokenizer.json": lambda path: path.unlink()}),
-    bad_weights("export over the source", "--export: model", "holds a model already", "Choose another directory", flags="--export model"),
+    bad_weights("export over the source", "--export: model", "--init-from model are the same", "Choose another directory", flags="--export model"),
     Bad("tool on a broken file", "meshtrain export model out", WEIGHTS, "truncated", FETCH, {"model": good_model, WEIGHTS: cut_off}),
     Bad("tool over its source", "meshtrain export model model", "model", "is or holds the source", "choose another directory", {"model": good_model}),
     Bad("call on a file of another kind", lambda: load_pretrained(nn.Linear(1, 1), "a.bin"), "a.bin", "expected a model directory", "give one of these", {"a.bin": b"x"}),

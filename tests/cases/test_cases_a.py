@@ -16,7 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshtrain.mesh import BACKENDS, init_mesh
 from meshtrain.parallel import parallelize
 from meshtrain.train.clip import NonFinite, clip_grad_norm_
-from tests.cases.models import LM, LM_PLAN, MLP, MLP_PLAN, assert_same, of_plain, plain, share, sharded, tokens, vectors, whole
+from tests.cases.models import (
+    LM,
+    LM_PLAN,
+    MLP,
+    MLP_PLAN,
+    assert_same,
+    of_plain,
+    plain,
+    sharded,
+    share,
+    tokens,
+    vectors,
+    whole,
+)
 from tests.ranks import mesh
 
 MESHES = [(4, 1), (2, 2), (1, 4)]

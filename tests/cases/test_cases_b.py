@@ -13,8 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from meshtrain.errors import ContractError, Refused
-from meshtrain.parallel import IGNORED, ParallelPlan, column, parallelize, replicate, resolve, row, scatter, sequence
-from meshtrain.train.clip import clip_grad_norm_
+from meshtrain.parallel import (
+    IGNORED,
+    ParallelPlan,
+    column,
+    parallelize,
+    replicate,
+    resolve,
+    row,
+    scatter,
+    sequence,
+)
 from meshtrain.train.optim import adamw
 from meshtrain.train.step import train_step
 from tests.cases.models import (
@@ -29,14 +38,14 @@ from tests.cases.models import (
     of_plain,
     on_meta,
     plain,
-    share,
     sharded,
+    share,
     tokens,
     value_of,
     vectors,
     whole,
 )
-from tests.ranks import RankError, mesh
+from tests.ranks import mesh
 
 MESHES = [(4, 1), (2, 2), (1, 4)]
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -336,10 +345,10 @@ def test_case_b13_a_parameter_of_a_unit_used_on_some_ranks_only(ranks, dp, tp, b
     ranks(4).run(branches, dp, tp, 1, both, options, 3e-2 if options else 1e-11)
 
 
-def unfrozen(dp: int, tp: int, sequence_parallel: bool) -> None:
+def unfrozen(dp: int, tp: int, options: dict) -> None:
     ids, labels = tokens()
     _, reference = one_process_step(ids, labels)
-    model = sharded(LM, LM_PLAN, dp, tp, torch.float32, sequence_parallel=sequence_parallel, **MIXED)
+    model = sharded(LM, LM_PLAN, dp, tp, torch.float32, **options, **MIXED)
     model.requires_grad_(False)
     model(share(ids, dp, tp))
     model.requires_grad_(True)
@@ -351,9 +360,30 @@ def unfrozen(dp: int, tp: int, sequence_parallel: bool) -> None:
     assert (got - wanted).norm() < 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize(("dp", "tp", "sequence_parallel"), [(2, 1, False), (2, 2, True), (1, 4, True), (1, 4, False)])
-def test_case_b17_unfreezing_after_a_forward(ranks, dp, tp, sequence_parallel):
-    ranks(dp * tp).run(unfrozen, dp, tp, sequence_parallel)
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (1, 4)])
+def test_case_b17_unfreezing_after_a_forward(ranks, dp, tp, options):
+    ranks(dp * tp).run(unfrozen, dp, tp, options)
+
+
+def frozen_after_evaluation(options: dict) -> None:
+    """What is frozen between an evaluation and a step stays frozen, and keeps its weights."""
+    ids, labels = tokens()
+    model = sharded(LM, LM_PLAN, 2, 2, **options)
+    with torch.no_grad():
+        model(share(ids, 2, 2))
+    model.embed.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    keep = Keep(model)
+    for _ in range(2):
+        train_step(model, keep, micro_batches(ids, labels, 2, 2, 1))
+        frozen = {name for name, gradient in keep.grads.items() if gradient is None}
+        assert frozen == {name for name in keep.grads if name.startswith(("embed", "layers.0"))}
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_case_b17_and_freezing_after_an_evaluation(ranks, options):
+    ranks(4).run(frozen_after_evaluation, options)
 
 
 def frozen_at_first(dp: int, tp: int) -> None:

@@ -14,7 +14,17 @@ from meshtrain.data.batches import TokenDataset, check_batching
 from meshtrain.errors import ContractError, Refused
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import LlamaConfig
-from meshtrain.parallel import IGNORED, ParallelPlan, column, initialise, parallelize, replicate, resolve, row, state_of
+from meshtrain.parallel import (
+    IGNORED,
+    ParallelPlan,
+    column,
+    initialise,
+    parallelize,
+    replicate,
+    resolve,
+    row,
+    state_of,
+)
 from meshtrain.train.optim import adamw
 from meshtrain.train.step import train_step
 from tests.cases.models import (
@@ -27,8 +37,8 @@ from tests.cases.models import (
     of_plain,
     on_meta,
     plain,
-    share,
     sharded,
+    share,
     tokens,
     value_of,
     vectors,

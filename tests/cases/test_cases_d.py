@@ -16,8 +16,6 @@ from meshtrain.parallel import (
     ParallelPlan,
     column,
     cross_entropy,
-    embedding,
-    head,
     heads,
     initialise,
     packed_column,
@@ -26,8 +24,6 @@ from meshtrain.parallel import (
     replicate,
     resolve,
     row,
-    sequence,
-    state_of,
 )
 from meshtrain.train.optim import adamw
 from tests.cases.models import (
@@ -36,14 +32,13 @@ from tests.cases.models import (
     LM_STYLES,
     MLP,
     MLP_PLAN,
-    VOCAB,
     assert_same,
     gather,
     of_plain,
     on_meta,
     plain,
-    share,
     sharded,
+    share,
     tokens,
     value_of,
     vectors,
@@ -376,21 +371,22 @@ def test_case_d11_calls_around_the_hooks_are_refused_with_the_way_out(ranks, dp,
 # D12
 
 
-def optimizer_built(when: str, kind: str) -> None:
+def optimizer_built(when: str, kind: str, reshard: bool) -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1.0) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=1.0)
 
     x, model = vectors(8, 8), plain(MLP)
-    early = sgd(model) if when == "before" else None
-    options = {"reshard_after_forward": False} if when == "unsharded" else {}
-    parallelize(model, mesh(2, 2), MLP_PLAN, **options)
-    if when == "unsharded":
+    early = sgd(model) if when == "before parallelize" else None
+    parallelize(model, mesh(2, 2), ParallelPlan(MLP_PLAN.styles, ("up",)), reshard_after_forward=reshard)
+    if when == "after an evaluation":
         with torch.no_grad():
             model(share(x, 2, 2))
-    optimizer = early or sgd(model)
+        early = sgd(model)
     before = whole(model, value_of)
-    model(share(x, 2, 2)).square().sum().backward()
-    if when == "right":
+    out = model(share(x, 2, 2))
+    optimizer = early or sgd(model)
+    out.square().sum().backward()
+    if when == "after an evaluation":
         optimizer.step()
         after = whole(model, value_of)
         assert all(not torch.equal(before[name], after[name]) for name in before)
@@ -400,9 +396,10 @@ def optimizer_built(when: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("when", ["before", "unsharded", "right"])
-def test_case_d12_an_optimizer_of_stale_parameters_is_refused(ranks, when, kind):
-    ranks(4).run(optimizer_built, when, kind)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("when", ["before parallelize", "after an evaluation", "between forward and backward"])
+def test_case_d12_an_optimizer_trains_what_it_holds_or_is_refused(ranks, when, reshard, kind):
+    ranks(4).run(optimizer_built, when, kind, reshard)
 
 
 def built_on_meta() -> None:

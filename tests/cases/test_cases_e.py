@@ -18,7 +18,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from meshtrain.errors import ContractError
 from meshtrain.parallel import ParallelPlan, cross_entropy, replicate
 from meshtrain.state import load_pretrained, save_pretrained
-from tests.cases.models import LM, LM_PLAN, MLP, MLP_PLAN, assert_same, gather, of_plain, plain, share, sharded, tokens, value_of, vectors, whole
+from tests.cases.models import (
+    LM,
+    LM_PLAN,
+    MLP,
+    MLP_PLAN,
+    assert_same,
+    gather,
+    of_plain,
+    plain,
+    sharded,
+    share,
+    tokens,
+    value_of,
+    vectors,
+    whole,
+)
 
 MESHES = [(4, 1), (2, 2), (1, 4)]
 

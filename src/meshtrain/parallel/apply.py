@@ -1,6 +1,6 @@
 """parallelize: a plan applied to a model, in one order, top to bottom.
 
-    build on meta -> resolve -> tensor parallelism -> ties -> activation checkpointing -> compile -> fully_shard -> hooks
+    build on meta -> resolve -> tensor parallelism -> ties -> compile -> activation checkpointing -> fully_shard -> hooks
     -> initialise or load_pretrained -> optimizer
 """
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ContractError, Refused
@@ -80,7 +81,7 @@ class ParallelState:
         the parameters that tp does not cut."""
         if self.sizes.tp > 1:
             shards = self.local_shards()
-            guards.check_replicas({l.name: shards[l.name] for l in self.layouts if l.tp_dim is None}, self.coordinate)
+            guards.check_replicas({layout.name: shards[layout.name] for layout in self.layouts if layout.tp_dim is None}, self.coordinate)
 
     def reshard(self) -> None:
         """Give back what FSDP still holds gathered (the root, after a forward pass without a backward)."""
@@ -156,10 +157,11 @@ def parallelize(
     _tie(model, resolved)
     units = [model.get_submodule(path) for path in resolved.units]
     for unit in units:
-        if activation_checkpointing:
-            unit.forward = _checkpointed(unit.forward, tp)  # type: ignore[method-assign]
         if compile_backend is not None:
-            unit.forward = torch.compile(unit.forward, backend=compile_backend)  # type: ignore[method-assign]
+            unit.forward = torch.compile(unit.forward, backend=compile_backend)
+        if activation_checkpointing:
+            # Around what is compiled: the contexts of a second run cannot be traced.
+            unit.forward = _checkpointed(unit.forward, tp)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
     for unit in [*units, model]:
         # The root's backward begins as soon as its forward ends: None keeps it gathered in between.
@@ -172,7 +174,7 @@ def parallelize(
     model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp)
     log.info(
         "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
-        type(model).__name__, sizes.dp, sizes.tp, sum(l.numel for l in resolved.layouts), len(units) + 1,
+        type(model).__name__, sizes.dp, sizes.tp, sum(layout.numel for layout in resolved.layouts), len(units) + 1,
         resolved.sequence_parallel, resolved.loss_parallel,
     )  # fmt: skip
     return model
@@ -254,6 +256,10 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: T
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         state.gradients.watch(output)
+        if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(output)):
+            # No backward follows. While gathered, the model shows parameters that an optimizer must not hold, and on which
+            # freezing and unfreezing is lost.
+            state.reshard()
 
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(watch)

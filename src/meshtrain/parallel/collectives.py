@@ -11,7 +11,8 @@ a computation that mixes positions.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 _c10d = torch.ops._c10d_functional
 
 
-class Axis(NamedTuple):
+@dataclass(frozen=True)
+class Axis:
     """One mesh axis as the collectives need it."""
 
     group: dist.ProcessGroup
@@ -72,7 +74,7 @@ def reduce_scatter_raw(stacked: Tensor, axis: Axis) -> Tensor:
     if stacked.device.type == "cpu":
         return exchange(stacked, axis.group).sum(0)
     out = stacked.new_empty(stacked.shape[1:])
-    axis.group.reduce_scatter_single(out.view(-1), stacked.view(-1)).wait()
+    axis.group.reduce_scatter_single(out.view(-1), stacked.view(-1), dist.ReduceScatterOptions()).wait()
     return out
 
 

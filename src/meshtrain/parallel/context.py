@@ -157,7 +157,7 @@ class _Local(torch.autograd.Function):
         if parameter.grad is not None:
             # Never in place: autograd may have handed the same tensor to another parameter.
             gradient = parameter.grad._local_tensor + gradient
-        parameter.grad = DTensor(gradient.contiguous(), parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+        parameter.grad = DTensor(gradient.contiguous(), parameter._spec, requires_grad=False)
 
 
 def local(parameter: Tensor, owner: str) -> Tensor:

@@ -44,4 +44,4 @@ def install(module: nn.Dropout, path: str, tp: TensorParallel, differs_over_tp: 
     def forward(x: Tensor) -> Tensor:
         return drop(x) if module.training and module.p > 0 else x
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[assignment,method-assign]

@@ -189,4 +189,4 @@ class RootGuard:
                 )
             return original(*args, **kwargs)
 
-        model.forward = forward  # type: ignore[method-assign]
+        model.forward = forward

@@ -29,6 +29,11 @@ def matrix_dims(module: nn.Module, path: str, style: str) -> tuple[int, int]:
     )
 
 
+def weight_size(module: nn.Module, dim: int) -> int:
+    """Length of a dim of a module's weight."""
+    return module.get_parameter("weight").shape[dim]
+
+
 @dataclass
 class Column(Style):
     """Cut the output dim of a linear module (Shoeybi et al., "Megatron-LM", 2019): stream -> [..., out / tp].
@@ -48,7 +53,7 @@ class Column(Style):
                 f"'{path}' looks like several matrices fused into one, and {self} would give rank 0 all of the first. "
                 "Use packed_column(parts=2) or packed_column(heads=(...)), or column(fused=False) if it is one matrix"
             )
-        self.check(module, path, scope, module.weight.shape[out_dim])  # type: ignore[index,union-attr]
+        self.check(module, path, scope, weight_size(module, out_dim))
         return self.cuts(module, path, scope, out_dim)
 
     def check(self, module: nn.Module, path: str, scope: Scope, size: int) -> None:
@@ -119,7 +124,7 @@ class Heads(Column):
         tp, path, module, run = site.tp, site.path, site.module, site.original
         out_dim, _ = matrix_dims(module, path, str(self))
         heads = site.scope.count(self.count, path)
-        width = module.weight.shape[out_dim] // heads  # type: ignore[index,union-attr]
+        width = weight_size(module, out_dim) // heads
         start = tp.axis.index * heads // tp.axis.size * width
 
         def forward(x: Tensor) -> Tensor:
@@ -171,8 +176,8 @@ class PackedColumn(Column):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         out_dim, _ = matrix_dims(module, path, str(self))
-        size = module.weight.shape[out_dim]  # type: ignore[index,union-attr]
-        parts = _parts(self.parts, tuple(self.heads), cast(int, size), path, scope, self)
+        size = weight_size(module, out_dim)
+        parts = _parts(self.parts, tuple(self.heads), size, path, scope, self)
         cuts = {"weight": Cut(out_dim, parts)}
         if module.bias is not None:
             cuts["bias"] = Cut(0, parts)
@@ -188,7 +193,7 @@ class Row(Style):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         _, in_dim = matrix_dims(module, path, str(self))
-        size = cast(int, module.weight.shape[in_dim])  # type: ignore[index,union-attr]
+        size = weight_size(module, in_dim)
         parts = self.parts_of(size, path, scope)
         cuts = {"weight": Cut(in_dim, parts)}
         if module.bias is not None:

@@ -71,7 +71,7 @@ class Resolved:
             placements = "  ".join(str(placement) for placement in layout.placements)
             row = (folded(layout.name), str(list(layout.shape)), placements, str(list(layout.local_shape(0, 0))), layout.entry)
             rows[row] += 1
-        table = [("parameter", "shape", "dp, tp", "at (0, 0)", "entry", "")]
+        table: list[tuple[str, ...]] = [("parameter", "shape", "dp, tp", "at (0, 0)", "entry", "")]
         table += [(*row, f"x{count}" if count > 1 else "") for row, count in rows.items()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
@@ -157,7 +157,7 @@ class Applied(ParallelStyle):
             if isinstance(submodule, dropout.MODULES):
                 dropout.install(submodule, f"{self.path}.{name}", self.tp, lambda: differs(self.tp))
         site = Site(module, self.path, self.tp, self.scope, self.layouts, module.forward, within)
-        module.forward = self.style.forward(site)  # type: ignore[method-assign]
+        module.forward = self.style.forward(site)
         return module
 
 
@@ -168,7 +168,7 @@ def shard_over_tp(parameter: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh
     """
     dim = layout.tp_dim
     if dim is None:
-        shard, placement = parameter.detach(), Replicate()
+        shard, placement = parameter.detach(), cast(Placement, Replicate())
     else:
         segments = layout.tp_segments(mesh.get_local_rank())
         pieces = [parameter.detach().narrow(dim, start, stop - start) for start, stop in segments]

@@ -32,10 +32,15 @@ class _Unit:
         group.post_backward = self._post_backward
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self.ran = True
-            if self.group._orig_dtype is None and any(p.sharded_param.requires_grad for p in self.group.fsdp_params):
-                self.group._init_mp_dtypes()  # all parameters were frozen at the first forward, and no longer are
+        if not torch.is_grad_enabled():
+            return
+        self.ran = True
+        for p in self.group.fsdp_params:
+            # FSDP copies the flag when it gathers; a unit that stays gathered shows, and has frozen, the gathered copy.
+            if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
+                p.sharded_param.requires_grad_(p._unsharded_param.requires_grad)
+        if self.group._orig_dtype is None and any(p.sharded_param.requires_grad for p in self.group.fsdp_params):
+            self.group._init_mp_dtypes()  # all parameters were frozen at the first forward, and no longer are
 
     def _post_backward(self, *unused: Any) -> None:
         if self.ran and self.group.reduce_grads:

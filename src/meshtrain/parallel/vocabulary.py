@@ -85,7 +85,8 @@ class Head(Style):
 
     def forward(self, site: Site) -> Forward:
         tp, path, module, layout = site.tp, site.path, site.module, site.layouts["weight"]
-        (start, stop), vocab = layout.tp_segments(tp.axis.index)[0], layout.shape[0]
+        vocab = layout.shape[0]
+        start = chunk_interval(vocab, tp.axis.size, tp.axis.index)[0]
         step = chunk_interval(vocab, tp.axis.size, 0)[1]
         shard = VocabShard(start, vocab, step, tp.axis, tp.loss_parallel)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from meshtrain.recipes.prepare import Run
 
 PROGRAM = "python -m meshtrain.recipes.llama"
+REFUSAL_DELAY_S = 20.0
 PROMPT = 16
 """Tokens of the data that the sample of text begins with."""
 KEPT_BYTES = 2**30
@@ -54,8 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Refused as error:
         from meshtrain.train.console import refuse
 
-        if _first_on_host():
-            refuse(str(error))
+        if not _first_on_host():
+            # The first rank of this host finds the same fault, or the launcher ends all: one message is enough. But a
+            # launcher that sees this rank end first would stop that one before it has said anything.
+            time.sleep(REFUSAL_DELAY_S)
+        refuse(str(error))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -62,7 +62,7 @@ class AdamW(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
                 [_local(p) for p, _ in kept],
-                [_local(p.grad) for p, _ in kept],  # type: ignore[arg-type]
+                [_local(p.grad) for p, _ in kept],
                 [_local(s["exp_avg"]) for _, s in kept],
                 [_local(s["exp_avg_sq"]) for _, s in kept],
                 [],
