@@ -26,7 +26,7 @@ def check_flags(
             given = argument.split("=", 1)[0]
             name = given.lstrip("-").replace("_", "-")
             if not argument.startswith("--") or name not in names:
-                raise Refused(f"unknown flag {given}{nearest(name, names, '--')}. {program} --help lists all flags")
+                raise Refused(f"unknown flag {given}{nearest(name, names, '--') or '.'} {program} --help lists all flags")
 
 
 def nearest(word: str, known: Collection[str], prefix: str = "") -> str:

@@ -7,6 +7,8 @@ Checks and prepares. Watching the ranks started here is `meshtrain.supervise`; w
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import re
 import signal
 import sys
@@ -87,17 +89,32 @@ def launch(
         return job.run(Work(fn, args, device, timeout_s))
 
 
-def preload() -> None:
-    """Import what every rank needs, which takes seconds, once; forked ranks then start in milliseconds."""
-    import torch
+def preload(*modules: str) -> None:
+    """Import what every rank needs, which takes seconds, once; forked ranks then start in milliseconds.
 
-    # A fork keeps no OpenMP threads, and a rank that expects its parent's waits for ever: so start none here.
-    torch.set_num_threads(1)
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
+    modules: names of further modules. Called before torch is imported anywhere, it is a fifth faster.
+    """
+    first, collecting = "torch" not in sys.modules, gc.isenabled()
+    gc.disable()  # the collector would walk the hundreds of thousands of imported objects again and again
+    try:
+        import torch
 
-    import meshtrain.mesh  # noqa: F401
+        # A fork keeps no OpenMP threads, and a rank that expects its parent's waits for ever: so start none here.
+        torch.set_num_threads(1)
+        import torch._dynamo
+        import torch.distributed.fsdp
+        import torch.distributed.tensor.parallel
+
+        import meshtrain.mesh  # noqa: F401
+
+        for name in modules:
+            importlib.import_module(name)
+        if first:
+            # Modules stay for good. In a program that has run for a while, garbage would stay with them.
+            gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _check(world_size: int, device: str, timeout_s: float) -> None:

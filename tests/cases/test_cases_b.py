@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from meshtrain.parallel import (
     row,
     scatter,
     sequence,
+    state_of,
 )
 from meshtrain.train.optim import adamw
 from meshtrain.train.step import train_step
@@ -45,7 +48,7 @@ from tests.cases.models import (
     vectors,
     whole,
 )
-from tests.ranks import mesh
+from tests.ranks import RankError, mesh
 
 MESHES = [(4, 1), (2, 2), (1, 4)]
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -343,6 +346,83 @@ def test_case_b12_and_on_some_dp_ranks_only(ranks, both):
 @pytest.mark.parametrize(("dp", "tp", "both"), [(4, 1, [True, True, False, False]), (2, 2, [False, True])])
 def test_case_b13_a_parameter_of_a_unit_used_on_some_ranks_only(ranks, dp, tp, both, options):
     ranks(4).run(branches, dp, tp, 1, both, options, 3e-2 if options else 1e-11)
+
+
+class Optional(nn.Module):
+    """Branch b, a unit of its own, is used where the batch says so; branch c instead of it, or neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = MLP(), MLP(), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return h if x[0, 0] == 0 else h + (self.b if x[0, 0] > 0 else self.c)(h)
+
+
+OPTIONAL_PLAN = ParallelPlan({f"*.{k}": v for k, v in MLP_PLAN.styles.items()}, ("b", "c"))
+
+
+def optional_unit(dp: int, tp: int, paths: list[float], patience: float) -> None:
+    model = sharded(Optional, OPTIONAL_PLAN, dp, tp)
+    state_of(model).watch.patience = timedelta(seconds=patience)
+    x = vectors(2, 8)
+    x[0, 0] = paths[mesh(dp, tp).get_local_rank("dp")]
+    before = [(p, p.to_local().clone()) for p in model.parameters()]
+    try:
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        train_step(model, sgd, [(x, torch.zeros(2))], loss_sum=square_sum)
+    finally:
+        for parameter, shard in before:
+            assert torch.equal(parameter.to_local(), shard), "a weight was changed"
+
+
+@pytest.mark.parametrize(("dp", "tp", "paths"), [(4, 1, [1, 1, 0, 0]), (2, 2, [1, 0]), (4, 1, [0, 0, 0, -1])])
+def test_case_b13_a_unit_used_on_some_ranks_only_is_found_before_the_time_out(ranks, dp, tp, paths):
+    start = time.monotonic()
+    try:
+        with pytest.raises(RankError) as caught:
+            ranks(4).run(optional_unit, dp, tp, paths, 1.0, timeout=40)
+    finally:
+        ranks(4).close()  # collectives that never ended are left in the process groups
+    assert set(caught.value.types.values()) == {"ContractError"}, caught.value
+    assert len(caught.value.types) == 4
+    used = "b" if 1 in paths else "c"
+    ranks_of = [", ".join(str(d * tp + t) for d in range(dp) if paths[d]) for t in range(tp)]
+    for rank, text in caught.value.failures.items():
+        assert "dp ranks wait for each other in different places" in text
+        assert f"rank {ranks_of[rank % tp]}: gathering the parameters of '{used}'" in text
+        assert ": reducing the gradients of the root unit" in text
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(("dp", "tp", "paths"), [(4, 1, [1, 1, -1, -1]), (2, 2, [1, -1])])
+def test_case_b13_units_of_one_size_used_in_each_other_s_place(ranks, dp, tp, paths):
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(optional_unit, dp, tp, paths, 8.0)
+    assert set(caught.value.types.values()) == {"ContractError"}
+    assert all("ranks have run different units of the model" in text for text in caught.value.failures.values())
+
+
+@pytest.mark.parametrize("path", [0.0, 1.0, -1.0])
+def test_case_b13_the_same_path_everywhere_is_fine(ranks, path):
+    with pytest.raises(RankError, match="a weight was changed"):
+        ranks(4).run(optional_unit, 4, 1, [path] * 4, 8.0)
+
+
+def a_slow_rank() -> float:
+    model = sharded(Optional, OPTIONAL_PLAN, 2, 2)
+    state_of(model).watch.patience = timedelta(seconds=0.2)
+    if dist.get_rank() == 1:
+        model.a.register_forward_hook(lambda *_: time.sleep(5))
+    x = vectors(2, 8)
+    x[0, 0] = 1.0
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_step(model, sgd, [(x, torch.zeros(2))], loss_sum=square_sum).loss
+
+
+def test_case_b13_waiting_for_a_slow_rank_is_not_a_fault(ranks):
+    assert len(set(ranks(4).run(a_slow_rank))) == 1
 
 
 def unfrozen(dp: int, tp: int, options: dict) -> None:

@@ -455,6 +455,23 @@ def test_case_d13_two_forwards_before_one_backward(ranks, dp, tp, seqs, options)
     ranks(4).run(two_forwards, dp, tp, seqs, options)
 
 
+def evaluation_in_between(options: dict) -> None:
+    reference, model = plain(LM), sharded(LM, LM_PLAN, 2, 2, **options)
+    ids, labels = tokens()
+    wanted = F.cross_entropy(reference(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+    wanted.backward()
+    loss = cross_entropy(model(share(ids, 2, 2)), share(labels, 2, 2))
+    with torch.no_grad():
+        model(tokens(2, 5)[0])
+    (loss * 2).backward()
+    assert_same(whole(model), of_plain(reference), 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"reshard_after_forward": False}])
+def test_case_d13_an_evaluation_between_forward_and_backward(ranks, options):
+    ranks(4).run(evaluation_in_between, options)
+
+
 def dropped() -> LM:
     return LM(dropout=0.3)
 

@@ -132,8 +132,8 @@ def test_fp32_agrees_to_rounding(ranks: Any) -> None:
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_combination_on_every_mesh(ranks: Any, sequence: bool, loss: bool, accumulation: int, tied: bool) -> None:
-    for kv in (1, 2, 8):
-        compare(ranks, Variant(sequence, loss, accumulation, tied, kv), torch.float64, 1e-11, MESHES, STEPS)
+    variant = Variant(sequence, loss, accumulation, tied, kv=2)  # fewer than tp on two of the meshes
+    compare(ranks, variant, torch.float64, 1e-11, MESHES, STEPS)
 
 
 @pytest.mark.timeout(300)

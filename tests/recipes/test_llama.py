@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshtrain import learning_rate
+from meshtrain.recipes import report
 from meshtrain.recipes.llama import main
 from tests.recipes import tiny
 
@@ -155,6 +156,18 @@ def test_ctrl_c_finishes_the_step_exports_and_exits_with_130(model: str, tmp_pat
     assert (out / "export" / "model.safetensors").exists()
     stopped = int(re.search(r"interrupted after step (\d+) of 100000", shown)[1])  # type: ignore[index]
     assert [line["step"] for line in metrics_of(out)] == list(range(1, stopped + 1))
+
+
+def test_a_large_model_writes_its_sample_on_the_mesh(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for name, limit in (("alone", 2**30), ("mesh", 0)):
+        monkeypatch.setattr(report, "ALONE_BYTES", limit)
+        assert main(tiny.flags(model, tmp_path / name, dp=2, tp=1, steps=1, sample=8)) == 0
+        shown.append(re.search(r"a sample .*?\n(.*)\n\nmodel ", capfd.readouterr().out, re.S)[1])  # type: ignore[index]
+    assert shown[0] == shown[1]
+    assert "|" in shown[0]
 
 
 @pytest.mark.slow

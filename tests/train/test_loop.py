@@ -100,7 +100,9 @@ def written(dp: int, tp: int, temperature: float) -> list[int]:
     with torch.no_grad():
         for _, parameter in model.named_parameters():
             parameter.to_local().mul_(8)  # chances that differ
-    return generate(model, [3, 4], 12, window=8, temperature=temperature, seed=5)
+    text = generate(model, [3, 4], 12, window=8, temperature=temperature, seed=5)
+    train(model, adamw(model, lr=1e-3), batches, steps=1, learning_rate=lambda step: 1e-3, loss_sum=loss_in_model)  # still trains
+    return text
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ContractError, Refused
 from . import guards
 from .context import TensorParallel
-from .fsdp_comm import ExchangeReduceScatter
+from .fsdp_comm import ExchangeReduceScatter, WatchedAllGather
 from .gradients import PartialGradients
 from .init import fill, rules
 from .layout import MeshSizes, ParamLayout
@@ -32,6 +32,7 @@ from .plan import ParallelPlan
 from .resolve import Resolved, resolve
 from .styles import Applied, Style
 from .unused import reduce_unused
+from .watch import PathCheck, Watch
 
 log = logging.getLogger("meshtrain")
 _STATE = "_meshtrain_state"
@@ -48,6 +49,8 @@ class ParallelState:
     peers: guards.PeerCheck
     gradients: PartialGradients
     root: guards.RootGuard
+    watch: Watch
+    paths: PathCheck
 
     @property
     def sizes(self) -> MeshSizes:
@@ -163,15 +166,17 @@ def parallelize(
             # Around what is compiled: the contexts of a second run cannot be traced.
             unit.forward = _checkpointed(unit.forward, tp)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
-    for unit in [*units, model]:
+    watch, paths = Watch(dp_mesh.get_group()), PathCheck(mesh.get_rank(), sizes.world)
+    for name, unit in zip([*resolved.units, ""], [*units, model], strict=True):
         # The root's backward begins as soon as its forward ends: None keeps it gathered in between.
         reshard = None if unit is model and reshard_after_forward else reshard_after_forward
         fully_shard(unit, mesh=dp_mesh, mp_policy=policy, reshard_after_forward=reshard)
         if mesh.device_type == "cpu" and sizes.dp > 1:
-            cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[arg-type]
-    reduce_unused([*units, model])
+            cast(FSDPModule, unit).set_custom_all_gather(WatchedAllGather(watch, name))  # type: ignore[arg-type]
+            cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter(watch, name))  # type: ignore[arg-type]
+    reduce_unused([*units, model], paths.see)
     _check_layouts(model, resolved, mesh)
-    model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp)
+    model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp, watch, paths)
     log.info(
         "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
         type(model).__name__, sizes.dp, sizes.tp, sum(layout.numel for layout in resolved.layouts), len(units) + 1,
@@ -231,7 +236,9 @@ def _check_layouts(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> No
             )
 
 
-def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel) -> ParallelState:
+def _install_hooks(
+    model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel, watch: Watch, paths: PathCheck
+) -> ParallelState:
     # Frozen ones too: they may be unfrozen later.
     partial = [model.get_parameter(layout.name) for layout in resolved.layouts if layout.tp_gradient == "partial"]
     state = ParallelState(
@@ -242,6 +249,8 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: T
         guards.PeerCheck(tp.axis.index, tp.axis.size),
         PartialGradients(partial, tp.axis),
         guards.RootGuard(model),
+        watch,
+        paths,
     )
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -254,7 +263,7 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: T
         state.root.inside = False
         tp.reset()
 
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
+    def done(module: nn.Module, args: Any, output: Any) -> None:
         state.gradients.watch(output)
         if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(output)):
             # No backward follows. While gathered, the model shows parameters that an optimizer must not hold, and on which
@@ -262,7 +271,7 @@ def _install_hooks(model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: T
             state.reshard()
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(watch)
+    model.register_forward_hook(done)
     model.register_forward_hook(after, always_call=True)
     return state
 

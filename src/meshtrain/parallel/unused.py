@@ -8,7 +8,8 @@ for a unit that only some ranks call: that fails earlier, in its all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,18 +17,21 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def reduce_unused(units: Iterable[nn.Module]) -> None:
-    """Let each of these FSDP units reduce a gradient for all its trainable parameters whenever it has run."""
-    for unit in units:
+def reduce_unused(units: Iterable[nn.Module], ran: Callable[[int], None]) -> None:
+    """Let each of these FSDP units reduce a gradient for all its trainable parameters whenever it has run.
+
+    ran: is told the number of each unit that runs with gradients.
+    """
+    for index, unit in enumerate(units):
         for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
-            _Unit(cast(FSDPModule, unit), group)
+            _Unit(cast(FSDPModule, unit), group, partial(ran, index))
 
 
 class _Unit:
     """Wraps what one FSDP parameter group does at the end of its backward pass."""
 
-    def __init__(self, unit: FSDPModule, group: Any) -> None:
-        self.group, self.reduce, self.ran = group, group.post_backward, False
+    def __init__(self, unit: FSDPModule, group: Any, runs: Callable[[], None]) -> None:
+        self.group, self.reduce, self.runs, self.ran = group, group.post_backward, runs, False
         cast(nn.Module, unit).register_forward_pre_hook(self._before)
         group.post_backward = self._post_backward
 
@@ -35,6 +39,7 @@ class _Unit:
         if not torch.is_grad_enabled():
             return
         self.ran = True
+        self.runs()
         for p in self.group.fsdp_params:
             # FSDP copies the flag when it gathers; a unit that stays gathered shows, and has frozen, the gathered copy.
             if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:

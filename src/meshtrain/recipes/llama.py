@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from meshtrain.errors import Refused
 from meshtrain.recipes.runfile import read_settings
@@ -23,10 +23,6 @@ PROGRAM = "python -m meshtrain.recipes.llama"
 REFUSAL_DELAY_S = 20.0
 PROMPT = 16
 """Tokens of the data that the sample of text begins with."""
-KEPT_BYTES = 2**30
-"""While it writes it, a rank keeps its tp share of a model of less than this."""
-WINDOW = 64
-"""Tokens that the model looks back on while it writes the sample."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train_on_rank(run: Run) -> None:
     """What each rank does, from the mesh to the exported model. Raises KeyboardInterrupt after an interruption."""
     import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
 
     from meshtrain import (
         adamw,
@@ -82,9 +77,16 @@ def train_on_rank(run: Run) -> None:
     )
     from meshtrain.data import TokenDataset
     from meshtrain.recipes.prepare import TORCH_DTYPES, build
-    from meshtrain.recipes.report import agree, introduce, recording, show_sample, summarise, what_next
+    from meshtrain.recipes.report import (
+        agree,
+        continued,
+        introduce,
+        recording,
+        show_sample,
+        summarise,
+        what_next,
+    )
     from meshtrain.train.console import RunConsole
-    from meshtrain.train.generate import generate
     from meshtrain.train.loop import stop_on_interrupt, train
     from meshtrain.train.step import loss_in_model
 
@@ -150,13 +152,9 @@ def train_on_rank(run: Run) -> None:
             generation_config=dict(run.generation),
         )
         if output.sample and trained.steps and not trained.stopped:
-            if run.parameters / chosen.tp * run.master_dtype.itemsize < KEPT_BYTES:
-                # Gathering every block anew for each token takes over ten times as long as computing it.
-                cast(FSDPModule, model).set_reshard_after_forward(False)
-            # The beginning of the sequence that would come next.
+            # The beginning of the sequence that would come next, as all ranks know it.
             prompt = dataset.batch(trained.steps, global_batch=1, dp=1, dp_rank=0)[0].inputs[0, :PROMPT].tolist()
-            text = generate(model, prompt, output.sample, window=min(data.seq_len, WINDOW), seed=training.seed)
-            show_sample(console, run.tokenizer.decode(prompt), run.tokenizer.decode(text))
+            show_sample(console, run, prompt, continued(run, model, export, prompt))
     what_next(console, run, out, export)
     if trained.stopped:
         raise KeyboardInterrupt

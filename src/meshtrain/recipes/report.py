@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
-from meshtrain import Refused
+from meshtrain import Refused, load_pretrained
 from meshtrain.data import TokenDataset
 from meshtrain.environment import environment
-from meshtrain.recipes.prepare import Run, tokens_of
+from meshtrain.recipes.prepare import Run, build, tokens_of
 from meshtrain.train.console import RunConsole, count, duration
+from meshtrain.train.generate import generate
 from meshtrain.train.loop import Trained
 from meshtrain.train.metrics import METRICS, SETTINGS, MetricsFile, StepMetrics, write_settings
 
+WINDOW = 64
+"""Tokens that the model looks back on while it writes the sample."""
+ALONE_BYTES = 2**30
+"""A model up to this size writes its sample on the first rank alone."""
 TOKENISE_TIMEOUT = timedelta(hours=24)
 """How long ranks wait for the one of their host that tokenises; a rank that dies ends the wait at once."""
 
@@ -123,11 +129,27 @@ def summarise(console: RunConsole, trained: Trained, steps: int) -> None:
         )
 
 
-def show_sample(console: RunConsole, prompt: str, text: str) -> None:
+def continued(run: Run, model: nn.Module, export: Path, prompt: list[int]) -> list[int]:
+    """How the trained model continues a prompt; on the first rank at least. Collective.
+
+    A small model is read back from its export by the first rank alone, which is many times faster than all together.
+    """
+    settings = run.settings
+    n, window, seed = settings.output.sample, min(settings.data.seq_len, WINDOW), settings.training.seed
+    if run.parameters * run.master_dtype.itemsize > ALONE_BYTES:
+        return generate(model, prompt, n, window=window, seed=seed)
+    if dist.get_rank() != 0:
+        return []
+    alone = build(run.config, run.master_dtype, "meta")
+    load_pretrained(alone, export)
+    return generate(alone.to(run.device), prompt, n, window=window, seed=seed)
+
+
+def show_sample(console: RunConsole, run: Run, prompt: list[int], text: list[int]) -> None:
     """Show what the model made of a beginning."""
     console.say()
     console.say("a sample (the data's words up to the bar, then the model's)", style="bold")
-    console.say(f"{prompt}|{text}")
+    console.say(f"{run.tokenizer.decode(prompt)}|{run.tokenizer.decode(text)}")
 
 
 def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:

@@ -55,7 +55,7 @@ def read_run_file(path: str | Path, defaults: Settings | None = None) -> Setting
         if name not in FIELDS:
             if isinstance(value, Mapping):
                 raise Refused(f"{where}: [{key}] is a table, but a run file is flat. Write its keys at the top, without tables")
-            raise Refused(f"{where}: unknown key {key!r}{nearest(key, FLAGS[1:])}. The keys are the flags of the command line: see --help")
+            raise Refused(f"{where}: unknown key {key!r}{nearest(key, FLAGS[1:]) or '.'} The keys are the flags of the command line: see --help")
         held = groups.setdefault(GROUP_OF[name], {})
         if name in held:
             raise Refused(f"{where}: {key!r} is given twice, once with - and once with _. Remove one of the two")

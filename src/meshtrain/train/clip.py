@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..errors import ContractError, MeshtrainError
 from ..parallel.apply import ParallelState, find_state
 from ..parallel.guards import PeerCheck
+from ..parallel.watch import PathCheck
 
 
 class NonFinite(MeshtrainError):
@@ -66,9 +67,12 @@ def clip_and_sum(
     world = dist.get_world_size() if dist.is_initialized() else 1
     device = shards[0].device if shards else torch.device("cpu")
     powers = _powers([(shard, _holders(gradient, world)) for shard, (_, gradient) in zip(shards, held)], norm_type, device)
-    peers = state.peers.contribution().to(device) if state is not None else torch.zeros((), dtype=torch.float64, device=device)
-    total, sums = _reduce(powers, [*also, peers], math.isinf(norm_type), device, world)
-    PeerCheck.check(sums[-1].item())
+    guards = [state.peers.contribution(), state.paths.contribution()] if state is not None else []
+    total, sums = _reduce(powers, [*also, *guards], math.isinf(norm_type), device, world, state)
+    if state is not None:
+        unequal_peers, unequal_paths = sums[len(also) :].tolist()
+        PathCheck.check(unequal_paths)
+        PeerCheck.check(unequal_peers)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFinite(f"the gradient norm is {norm.item()}{_culprit(state, shards)}; no weight was changed")
@@ -77,7 +81,7 @@ def clip_and_sum(
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if device.type != "cpu" or float(scale) < 1:
             torch._foreach_mul_(shards, scale if device.type != "cpu" else float(scale))
-    return Clipped(norm, sums[:-1])
+    return Clipped(norm, sums[: len(also)])
 
 
 def _local(gradient: Tensor) -> Tensor:
@@ -113,18 +117,21 @@ def _powers(shards: list[tuple[Tensor, float]], norm_type: float, device: torch.
 
 
 def _reduce(
-    powers: Tensor, also: Sequence[Tensor], largest: bool, device: torch.device, world: int
+    powers: Tensor, also: Sequence[Tensor], largest: bool, device: torch.device, world: int, state: ParallelState | None
 ) -> tuple[Tensor, Tensor]:
     numbers = torch.stack([powers, *(number.detach().to(device, torch.float64) for number in also)])
     if world == 1:
         return numbers[0], numbers[1:]
+    # The maximum cannot share a sum: every rank's numbers are gathered, still in one collective.
+    everyone = numbers.new_empty(world * len(numbers)) if largest else numbers
+    work = dist.all_gather_into_tensor(everyone, numbers, async_op=True) if largest else dist.all_reduce(numbers, async_op=True)
+    if state is not None and device.type == "cpu":
+        state.watch.wait(work, "reducing the gradient norm")
+    else:
+        work.wait()
     if largest:
-        # The maximum cannot share a sum: every rank's numbers are gathered, still in one collective.
-        everyone = numbers.new_empty(world * len(numbers))
-        dist.all_gather_into_tensor(everyone, numbers)
         table = everyone.view(world, -1)
         return table[:, 0].max(), table[:, 1:].sum(0)
-    dist.all_reduce(numbers)
     return numbers[0], numbers[1:]
 
 

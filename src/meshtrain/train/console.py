@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from .metrics import StepMetrics
+if TYPE_CHECKING:
+    from .metrics import StepMetrics
 
 REFRESH_S = 0.25
 LINE_EVERY_S = 1.0
