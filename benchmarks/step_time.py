@@ -1,7 +1,7 @@
 """Median time of a training step, meshtrain against the plain torch recipe, in alternation on the same ranks.
 
     python benchmarks/step_time.py                       # 2x2 and 4x2, dim 128, 256, 512
-    python benchmarks/step_time.py --meshes 2x2 --dims 256 --steps 20
+    python benchmarks/step_time.py --meshes 2x2 --dims 256 --rounds 10
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the README shows is run: its Python as it stands, its commands as far as they need no cluster."""
+"""What the README and the guides show is run: its Python as it stands, its commands as far as they need no cluster."""
 
 import os
 import re
@@ -58,9 +58,20 @@ def test_make_targets_exist() -> None:
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: f"{guide.parent.name}-{guide.name}")
+def test_links_lead_to_files(guide: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", guide.read_text(encoding="utf-8")):
+        assert (guide.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("guide", sorted((ROOT / "docs").glob("*.md")), ids=lambda guide: guide.name)
+def test_python_of_the_guides_runs(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"^```python\n(.*?)^```", guide.read_text(encoding="utf-8"), re.M | re.S):
+        exec(compile(block, guide.name, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def resolve(
         raise Refused(f"a mesh of dp {sizes.dp} x tp {sizes.tp} has no ranks: both sizes must be at least 1")
     styles = [style for style in plan.styles.values() if isinstance(style, Style)]
     whole_stream = any(s.begins_stream for s in styles) and any(s.ends_stream for s in styles)
-    if sequence_parallel and not whole_stream:
+    if sequence_parallel and sizes.tp > 1 and not whole_stream:
         raise Refused(
             f"{plan.source} cannot be used with sequence parallelism: no entry says where the sequence is cut (embedding() "
             "or scatter()), or none where it is whole again (head() or sequence(gather_output=True)). Add it, or turn "

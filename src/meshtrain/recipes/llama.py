@@ -33,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             program=PROGRAM,
             description="Trains a Llama on a dp x tp mesh, and writes it as a Hugging Face model.",
         )
-        # Only now what takes seconds to import: a mistyped flag is answered at once.
-        from meshtrain.launch import run
+        # Only now what takes seconds to import: a mistyped flag is answered at once. All that the ranks need is here.
+        from meshtrain.launch import preload, run
+
+        preload("meshtrain.recipes.prepare", "meshtrain.recipes.report", "meshtrain.train.generate", "meshtrain.train.loop")
         from meshtrain.recipes.prepare import prepare
 
         prepared = prepare(settings)
