@@ -25,6 +25,7 @@ test-all: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
 
 types: $(VENV)/.dev
 	$(RUN) -m mypy

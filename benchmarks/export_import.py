@@ -126,7 +126,9 @@ def measure(dp: int, tp: int, layers: int, rounds: int, folder: str) -> None:
             os.sync()
         dist.barrier()
 
-    times: dict[str, list[float]] = {name: [] for name in ("meshtrain", "one process", "torch", "torch, synced", "import")}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("meshtrain", "one process", "torch", "torch, synced", "import")
+    }
     save_memory = load_memory = written = read = 0.0
     for _ in range(rounds):
         settle("ours")
@@ -161,8 +163,12 @@ def measure(dp: int, tp: int, layers: int, rounds: int, folder: str) -> None:
     for name, found in times.items():
         print(f"  {name:<14} median {median[name]:.2f} s   ({', '.join(f'{seconds:.2f}' for seconds in found)})")
     print(f"  export / one process   {median['meshtrain'] / median['one process']:.2f}")
-    print(f"  torch / export         {median['torch'] / median['meshtrain']:.2f}   (synced {median['torch, synced'] / median['meshtrain']:.2f})")
-    print(f"  bytes: written {written:.4f} of the model, on disk {on_disk / total:.4f}; read at most {read:.4f} of a rank's own")
+    print(
+        f"  torch / export         {median['torch'] / median['meshtrain']:.2f}   (synced {median['torch, synced'] / median['meshtrain']:.2f})"
+    )
+    print(
+        f"  bytes: written {written:.4f} of the model, on disk {on_disk / total:.4f}; read at most {read:.4f} of a rank's own"
+    )
     print(f"  extra memory: export {save_memory:.1f} MiB, import {load_memory:.1f} MiB on any rank", flush=True)
 
 
@@ -171,7 +177,9 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="+", default=["2x2", "4x2"])
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dir", default=None, help="folder on the file system to measure (default: the temporary folder)")
+    parser.add_argument(
+        "--dir", default=None, help="folder on the file system to measure (default: the temporary folder)"
+    )
     args = parser.parse_args()
     preload()
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="meshtrain-bench-") as folder:

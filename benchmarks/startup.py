@@ -40,7 +40,9 @@ def seconds_to_step_1(command: list[str], folder: Path, cache: Path) -> tuple[fl
         )
         end = time.time()
     if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{folder.with_suffix('.log').read_text()}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {done.returncode}:\n{folder.with_suffix('.log').read_text()}"
+        )
     # Nothing is written to it after its only line.
     return (folder / "metrics.jsonl").stat().st_mtime - start, end - start
 
@@ -63,10 +65,14 @@ def main() -> None:
                 step, end = seconds_to_step_1([*prefix, *program], Path(folder, f"{name}{turn}"), Path(folder, "cache"))
                 first[name].append(step)
                 whole[name].append(end)
-    print(f"dp {args.dp} x tp {args.tp}, {args.rounds} rounds, {os.cpu_count()} cores: seconds to the end of step 1 (to the exit)")
+    print(
+        f"dp {args.dp} x tp {args.tp}, {args.rounds} rounds, {os.cpu_count()} cores: seconds to the end of step 1 (to the exit)"
+    )
     for name in first:
         runs = ", ".join(f"{step:.1f} ({end:.1f})" for step, end in zip(first[name], whole[name], strict=True))
-        print(f"  {name:<10} median {statistics.median(first[name]):.2f} ({statistics.median(whole[name]):.2f})   [{runs}]")
+        print(
+            f"  {name:<10} median {statistics.median(first[name]):.2f} ({statistics.median(whole[name]):.2f})   [{runs}]"
+        )
     ratio = statistics.median(first["meshtrain"]) / statistics.median(first["torchrun"])
     print(f"  ratio      {ratio:.3f}")
 

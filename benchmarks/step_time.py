@@ -1,7 +1,7 @@
 """Median time of a training step, meshtrain against the plain torch recipe, in alternation on the same ranks.
 
-    python benchmarks/step_time.py                       # 2x2 and 4x2, dim 128, 256, 512
-    python benchmarks/step_time.py --meshes 2x2 --dims 256 --rounds 10
+python benchmarks/step_time.py                       # 2x2 and 4x2, dim 128, 256, 512
+python benchmarks/step_time.py --meshes 2x2 --dims 256 --rounds 10
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def measure(dp: int, tp: int, dim: int, layers: int, batch: int, seq: int, round
 
     def our_step(inputs: torch.Tensor, labels: torch.Tensor) -> float:
         batches = [(inputs, labels)]
-        return train_step(ours, our_optimizer, batches, max_norm=1.0, tokens=dp * labels.numel(), loss_sum=loss_in_model).loss
+        return train_step(
+            ours, our_optimizer, batches, max_norm=1.0, tokens=dp * labels.numel(), loss_sum=loss_in_model
+        ).loss
 
     def their_step(inputs: torch.Tensor, labels: torch.Tensor) -> float:
         return float(plain_torch.step(theirs, their_optimizer, inputs, labels))

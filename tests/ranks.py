@@ -93,9 +93,7 @@ class RankPool:
         try:
             request = pickle.dumps((fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{fn} and its arguments must pickle: use a function at the top of a module"
-            ) from error
+            raise TypeError(f"{fn} and its arguments must pickle: use a function at the top of a module") from error
         if not self._pids:
             self._start()
         for pipe in self._pipes:

@@ -161,13 +161,9 @@ def test_every_rank_knows_its_place_and_shares_a_group_with_a_time_out(start, tm
     for rank in range(world_size):
         (total, threads, timeout, session), found = eval((tmp_path / f"{rank}.facts").read_text())
         assert (total, threads, timeout) == (sum(range(world_size)), 5, 12.0)
-        assert session == int((tmp_path / f"{rank}.pid").read_text()), (
-            "Ctrl-C must not reach the rank by itself"
-        )
+        assert session == int((tmp_path / f"{rank}.pid").read_text()), "Ctrl-C must not reach the rank by itself"
         assert found == [str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1", "5", "lo"]
-    assert sorted(command.out.read_text().split("\n"))[1:] == [
-        f"rank {rank} was here" for rank in range(world_size)
-    ]
+    assert sorted(command.out.read_text().split("\n"))[1:] == [f"rank {rank} was here" for rank in range(world_size)]
     assert command.err.read_text() == ""
 
 
@@ -218,9 +214,7 @@ def listening(pid: int) -> list[str]:
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
     rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
 

@@ -84,4 +84,6 @@ def test_the_default_run_learns_and_its_export_is_exported_again(tmp_path: Path)
     assert last < first - 2.0
     export = shlex.split(next(line for line in COMMANDS if "-m meshtrain export" in line))
     run([sys.executable, *export[1:]], tmp_path, 60)
-    assert (tmp_path / export[-3] / "model.safetensors").stat().st_size < 0.6 * (tmp_path / export[-4] / "model.safetensors").stat().st_size
+    assert (tmp_path / export[-3] / "model.safetensors").stat().st_size < 0.6 * (
+        tmp_path / export[-4] / "model.safetensors"
+    ).stat().st_size

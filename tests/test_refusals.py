@@ -172,7 +172,13 @@ def planned(
     return attempt
 
 
-FUSED = {"qkv_proj": packed_column(heads=(2, 2, 2)), "norm": sequence(), "table": embedding(), "odd": column(), "drop": replicate()}
+FUSED = {
+    "qkv_proj": packed_column(heads=(2, 2, 2)),
+    "norm": sequence(),
+    "table": embedding(),
+    "odd": column(),
+    "drop": replicate(),
+}
 
 
 def fused(tp: int = 2, without: str = "", **styles: Any) -> Callable[[], object]:
@@ -252,7 +258,11 @@ PLANS = [
 
 def config(**changes: Any) -> dict[str, Make]:
     """A config.json that is right but for the changes; None takes a key out."""
-    return {"config.json": json.dumps({key: value for key, value in {**TINY.to_hf(), **changes}.items() if value is not None})}
+    return {
+        "config.json": json.dumps(
+            {key: value for key, value in {**TINY.to_hf(), **changes}.items() if value is not None}
+        )
+    }
 
 
 def bad_config(name: str, thing: str, value: str, way_out: str, **changes: Any) -> Bad:
@@ -375,7 +385,9 @@ def index(weight_map: Any) -> dict[str, Make]:
     return {WEIGHTS: move, INDEX: json.dumps({"metadata": {}, "weight_map": weight_map})}
 
 
-def bad_weights(name: str, thing: str, value: str, way_out: str, make: Make | None = None, *, flags: str = "", **files: Make) -> Bad:
+def bad_weights(
+    name: str, thing: str, value: str, way_out: str, make: Make | None = None, *, flags: str = "", **files: Make
+) -> Bad:
     spoilt = {WEIGHTS: make} if make is not None else files
     return Bad(name, f"--init-from model {flags}", thing, value, way_out, {"model": good_model, **spoilt})
 
@@ -418,7 +430,14 @@ CHECKPOINTS = [
 ]  # fmt: skip
 
 TABLE = [*FLAGS, *RUN_FILES, *PLANS, *CONFIGS, *DATA, *CHECKPOINTS]
-AS_COMMANDS = {"misspelt flag", "number as text", "unknown key", "style name in a file", "overlapping offsets", "tool on a broken file"}
+AS_COMMANDS = {
+    "misspelt flag",
+    "number as text",
+    "unknown key",
+    "style name in a file",
+    "overlapping offsets",
+    "tool on a broken file",
+}
 """Those that are run as real commands too."""
 
 

@@ -1,14 +1,14 @@
 """meshtrain: tensor parallelism and FSDP2 on one dp x tp mesh.
 
-    mesh = init_mesh(dp=4, tp=2)
-    with torch.device("meta"):
-        model = MyModel()
-    parallelize(model, mesh, plan)
-    initialise(model, seed=0)                     # or load_pretrained(model, "some/directory")
-    optimizer = adamw(model, lr=3e-4)
-    for batch in batches:
-        result = train_step(model, optimizer, [batch], max_norm=1.0)
-    save_pretrained(model, "out")
+mesh = init_mesh(dp=4, tp=2)
+with torch.device("meta"):
+    model = MyModel()
+parallelize(model, mesh, plan)
+initialise(model, seed=0)                     # or load_pretrained(model, "some/directory")
+optimizer = adamw(model, lr=3e-4)
+for batch in batches:
+    result = train_step(model, optimizer, [batch], max_norm=1.0)
+save_pretrained(model, "out")
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class ExportSettings:
 def export(arguments: Sequence[str]) -> int:
     """Write a model directory anew."""
     check_flags(arguments, ("dtype", "max-shard-size"), "meshtrain export", positional=True)
-    settings = tyro.cli(ExportSettings, prog="meshtrain export", args=list(arguments), description=ExportSettings.__doc__)
+    settings = tyro.cli(
+        ExportSettings, prog="meshtrain export", args=list(arguments), description=ExportSettings.__doc__
+    )
     from meshtrain.state.export import export as write
 
     path = write(
@@ -68,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not given or given[0] not in COMMANDS:
             name = given[0] if given else ""
-            raise Refused((f"unknown command {name!r}{nearest(name, COMMANDS)}" if given else "no command was given") + f"\n{usage}")
+            raise Refused(
+                (f"unknown command {name!r}{nearest(name, COMMANDS)}" if given else "no command was given")
+                + f"\n{usage}"
+            )
         return COMMANDS[given[0]](given[1:])
     except Refused as error:
         from meshtrain.train.console import refuse

@@ -109,17 +109,13 @@ def _from_slurm(found: Mapping[str, str]) -> RankEnvironment:
         local_world_size=max(int(first_count[0]) if first_count else 1, local_rank + 1),
         master_addr=found.get("MASTER_ADDR") or _first_host(found),
         # Every rank derives the same port; below 32768, where Linux hands out ports of its own accord.
-        master_port=_integer(
-            found, "MASTER_PORT", 1, below=65536, default=15000 + (job + 7919 * step) % 15000
-        ),
+        master_port=_integer(found, "MASTER_PORT", 1, below=65536, default=15000 + (job + 7919 * step) % 15000),
     )
 
 
 def _first_host(found: Mapping[str, str]) -> str:
     """The first name of a host list such as "node[003-010,012],gpu7"."""
-    variable = next(
-        (v for v in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") if found.get(v)), None
-    )
+    variable = next((v for v in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST") if found.get(v)), None)
     if variable is None:
         raise Refused(
             "SLURM_STEP_NODELIST is not set, so the host at which the ranks meet is not known. Start the "
@@ -129,8 +125,7 @@ def _first_host(found: Mapping[str, str]) -> str:
     listed = re.fullmatch(rf"({name})(?:,{name})*", found[variable].strip())
     if listed is None:
         raise Refused(
-            f"{variable} is {found[variable]!r}, which is not a Slurm host list. Set MASTER_ADDR to the "
-            "host of rank 0."
+            f"{variable} is {found[variable]!r}, which is not a Slurm host list. Set MASTER_ADDR to the host of rank 0."
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", listed[1])
 
@@ -162,9 +157,7 @@ def threads_per_rank(place: RankEnvironment) -> int:
     if chosen:
         first = chosen.split(",")[0].strip()
         if not first.isdecimal() or int(first) < 1:
-            raise Refused(
-                f"OMP_NUM_THREADS is {chosen!r}: it must be a whole number above 0. Set it so, or unset it."
-            )
+            raise Refused(f"OMP_NUM_THREADS is {chosen!r}: it must be a whole number above 0. Set it so, or unset it.")
         return int(first)
     bound = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if place.launcher == "Slurm" and bound.isdecimal() and int(bound) > 0:

@@ -9,7 +9,12 @@ from meshtrain.errors import Refused
 
 
 def check_flags(
-    arguments: Sequence[str], known: Collection[str], program: str, *, switches: Collection[str] = (), positional: bool = False
+    arguments: Sequence[str],
+    known: Collection[str],
+    program: str,
+    *,
+    switches: Collection[str] = (),
+    positional: bool = False,
 ) -> None:
     """Raise Refused for a flag that is not in `known` (names without dashes), or a value that follows no flag.
 
@@ -21,12 +26,16 @@ def check_flags(
             raise Refused(f"{argument!r}: {program} takes flags only. See {program} --help")
         if not argument.startswith("-") or _is_number(argument):
             if not positional and not _takes_value(arguments[position - 1] if position else "", switches):
-                raise Refused(f"{argument!r} stands alone: every value follows a flag, as in --steps 100. See {program} --help")
+                raise Refused(
+                    f"{argument!r} stands alone: every value follows a flag, as in --steps 100. See {program} --help"
+                )
         elif argument != "-h":
             given = argument.split("=", 1)[0]
             name = given.lstrip("-").replace("_", "-")
             if not argument.startswith("--") or name not in names:
-                raise Refused(f"unknown flag {given}{nearest(name, names, '--') or '.'} {program} --help lists all flags")
+                raise Refused(
+                    f"unknown flag {given}{nearest(name, names, '--') or '.'} {program} --help lists all flags"
+                )
 
 
 def nearest(word: str, known: Collection[str], prefix: str = "") -> str:

@@ -42,9 +42,7 @@ def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | No
     """
     for axis, size in zip(AXES, (dp, tp), strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise Refused(
-                f"mesh axis {axis} has size {size!r}: it must be a whole number of ranks, 1 or more."
-            )
+            raise Refused(f"mesh axis {axis} has size {size!r}: it must be a whole number of ranks, 1 or more.")
     if dist.is_initialized():
         check_world_size(dp, tp, dist.get_world_size())
         device = pick_device(device or _device_of_default_group())
@@ -60,9 +58,7 @@ def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | No
     if device == "cuda" and not torch.cuda.is_initialized():
         # DeviceMesh otherwise guesses a device from the global rank where LOCAL_RANK is not set.
         torch.cuda.set_device(_local_cuda_index())
-    mesh = init_device_mesh(
-        device, (dp, tp), mesh_dim_names=AXES, backend_override=_subgroup_options(dp, tp, timeout)
-    )
+    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=AXES, backend_override=_subgroup_options(dp, tp, timeout))
     if timeout is not None:
         for group in (dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES)):
             set_group_timeout(group, timeout)
@@ -139,9 +135,7 @@ def coordinate(mesh: DeviceMesh) -> tuple[int, int]:
     """Return this rank's (dp, tp) position. Raises Refused when the rank is not in the mesh."""
     here = mesh.get_coordinate()
     if here is None:
-        raise Refused(
-            f"rank {dist.get_rank()} is not part of the mesh {mesh}: call this on the mesh's ranks only."
-        )
+        raise Refused(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call this on the mesh's ranks only.")
     return here[_axis_index(mesh, "dp")], here[_axis_index(mesh, "tp")]
 
 
@@ -164,9 +158,7 @@ def pick_device(name: str | None = None) -> str:
             why = "torch sees no CUDA device here (check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES)"
         else:
             why = f"this torch ({torch.__version__}) is built without CUDA"
-        raise Refused(
-            f"device 'cuda' was asked for, but {why}. Use --device cpu, or install a torch with CUDA."
-        )
+        raise Refused(f"device 'cuda' was asked for, but {why}. Use --device cpu, or install a torch with CUDA.")
     return name
 
 

@@ -81,9 +81,7 @@ def run_rank(
         place.export()
         set_threads(threads_per_rank(place))
         store = connect() if connect else None
-        init_default_group(
-            work.device, work.timeout_s, store=store, rank=place.rank, world_size=place.world_size
-        )
+        init_default_group(work.device, work.timeout_s, store=store, rank=place.rank, world_size=place.world_size)
         _meet()
         work.fn(*work.args)
         _leave()
@@ -108,9 +106,7 @@ def outcome_of(error: BaseException, rank: int) -> Outcome:
         return Outcome(rank, STATUS_FAILED, "exit", str(code), str(code), at=now)
     below = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, below or error.__traceback__))
-    return Outcome(
-        rank, STATUS_FAILED, "error", text, f"{type(error).__name__}: {error}", is_secondary(error), now
-    )
+    return Outcome(rank, STATUS_FAILED, "error", text, f"{type(error).__name__}: {error}", is_secondary(error), now)
 
 
 def is_secondary(error: BaseException) -> bool:

@@ -76,9 +76,7 @@ class Job:
             flush_output()
             for rank in range(self.world_size):
                 self._fork(rank, port, listener, work)
-            store = _tcp_store(
-                port, work.timeout_s, listener.detach()
-            )  # its thread starts after the last fork
+            store = _tcp_store(port, work.timeout_s, listener.detach())  # its thread starts after the last fork
             self._watch()
         finally:
             self._kill(signal.SIGKILL)
@@ -180,15 +178,11 @@ class Job:
         first = failures[0]
         lines = [describe(first, self.world_size)] if first.kind != "interrupted" else []
         lines += [
-            f"rank {o.rank} failed too: {o.summary.splitlines()[0]}"
-            for o in failures[1:]
-            if _stands_alone(o, first)
+            f"rank {o.rank} failed too: {o.summary.splitlines()[0]}" for o in failures[1:] if _stands_alone(o, first)
         ]
         finished = [str(o.rank) for o in outcomes if o.kind == "done" and o.at < first.at]
         if first.secondary and finished:
-            lines.append(
-                f"rank {', '.join(finished)} had ended before: do all ranks make the same number of steps?"
-            )
+            lines.append(f"rank {', '.join(finished)} had ended before: do all ranks make the same number of steps?")
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)
         return first.status

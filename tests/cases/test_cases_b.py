@@ -217,9 +217,7 @@ def uneven_labels(dp: int, tp: int, accumulate: int, counts: list[int], options:
     assert_same(keep.grads, of_plain(reference))
 
 
-@pytest.mark.parametrize(
-    ("dp", "tp", "accumulate"), [(2, 2, 2), (4, 1, 1), (1, 4, 4), (2, 2, 1), (1, 4, 2)]
-)
+@pytest.mark.parametrize(("dp", "tp", "accumulate"), [(2, 2, 2), (4, 1, 1), (1, 4, 4), (2, 2, 1), (1, 4, 2)])
 def test_case_b7_no_mean_of_means(ranks, dp, tp, accumulate):
     ranks(4).run(uneven_labels, dp, tp, accumulate, [1, 7, 3, 5], {})
 
@@ -504,7 +502,9 @@ def whole_matrix_optimizer(dp: int, tp: int, kind: type[torch.optim.Optimizer]) 
     assert_same(whole(model, value_of), before, 0.0)
 
 
-@pytest.mark.parametrize("kind", [Muon, DistributedShampoo, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])])
+@pytest.mark.parametrize(
+    "kind", [Muon, DistributedShampoo, *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])]
+)
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2), (1, 4)])
 def test_case_b16_optimizers_of_whole_matrices_are_refused(ranks, dp, tp, kind):
     ranks(4).run(whole_matrix_optimizer, dp, tp, kind)

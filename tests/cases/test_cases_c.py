@@ -58,7 +58,9 @@ def seeded_per_rank(dp: int, tp: int, part: str) -> None:
     model.get_submodule(part).reset_parameters()
     if part == "norm":
         nn.init.normal_(model.norm.weight)
-    with pytest.raises(ContractError, match=rf"'{part}.weight' has other values on rank 1 than on rank 0.*Seed every rank alike"):
+    with pytest.raises(
+        ContractError, match=rf"'{part}.weight' has other values on rank 1 than on rank 0.*Seed every rank alike"
+    ):
         parallelize(model, mesh(dp, tp), MLP_PLAN)
 
 
@@ -138,7 +140,12 @@ def test_case_c3_initial_weights_are_the_same_bits_on_any_mesh(ranks, dp, tp, dt
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.inner, self.down, self.residual = nn.Linear(8, 64), nn.Dropout(0.3), nn.Linear(64, 8), nn.Dropout(0.3)
+        self.up, self.inner, self.down, self.residual = (
+            nn.Linear(8, 64),
+            nn.Dropout(0.3),
+            nn.Linear(64, 8),
+            nn.Dropout(0.3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.masks = [self.inner(torch.ones_like(self.up(x)))]
@@ -236,7 +243,9 @@ def padded_tail() -> None:
     loss = F.cross_entropy(reference(ids[:5]).flatten(0, 1), labels[:5].flatten())
     model = sharded(LM, LM_PLAN, 2, 2)
     own = [(a[None], b[None]) for a, b in zip(share(ids, 2, 2), share(labels, 2, 2), strict=True)]
-    assert train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), own).loss == pytest.approx(float(loss), rel=1e-11)
+    assert train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), own).loss == pytest.approx(
+        float(loss), rel=1e-11
+    )
 
 
 def test_case_c7_a_tail_is_padded_with_zero_weight(ranks):
@@ -385,7 +394,9 @@ def mixed() -> MLP:
 
 
 def test_case_c11_mixed_dtypes_in_one_unit_are_refused_at_plan_time():
-    with pytest.raises(Refused, match=re.escape("'norm.weight' is torch.float32 and 'up.weight' is torch.bfloat16, both in the root")):
+    with pytest.raises(
+        Refused, match=re.escape("'norm.weight' is torch.float32 and 'up.weight' is torch.bfloat16, both in the root")
+    ):
         resolve(MLP_PLAN, mixed(), (2, 2))
 
 

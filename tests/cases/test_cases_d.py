@@ -61,7 +61,9 @@ def like_one_process(make, plan, dp: int, tp: int, x: Tensor, options: dict | No
     assert_same(whole(model), of_plain(reference), tol)
 
 
-def train_like_one_process(make, plan, dp: int, tp: int, seq: int = 10, options: dict | None = None, steps: int = 3) -> None:
+def train_like_one_process(
+    make, plan, dp: int, tp: int, seq: int = 10, options: dict | None = None, steps: int = 3
+) -> None:
     """Losses and weights over some steps of AdamW against those of plain torch."""
     reference, model = plain(make), sharded(make, plan, dp, tp, **(options or {}))
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -78,7 +80,9 @@ def train_like_one_process(make, plan, dp: int, tp: int, seq: int = 10, options:
             optimizer.zero_grad()
     ids, labels = tokens(8, seq, steps, reference.embed.num_embeddings)
     mine = cross_entropy(model(ids), labels).item()
-    assert mine == pytest.approx(F.cross_entropy(reference(ids).flatten(0, 1), labels.flatten(), reduction="sum").item(), rel=1e-8)
+    assert mine == pytest.approx(
+        F.cross_entropy(reference(ids).flatten(0, 1), labels.flatten(), reduction="sum").item(), rel=1e-8
+    )
 
 
 # D1
@@ -90,7 +94,12 @@ def train_like_one_process(make, plan, dp: int, tp: int, seq: int = 10, options:
         (4, 2, 3, "'layers.0.q': tp 3 would cut a head of its 4 heads. tp can be 1, 2, 4"),
         (6, 2, 4, "'layers.0.q': tp 4 would cut a head of its 6 heads. tp can be 1, 2, 3, 6"),
         (6, 4, 2, "'layers.0.k': 6 query heads cannot share 4 key and value heads evenly"),
-        (12, 6, 4, "'layers.0.k': tp 4 would cut a head of its 6 heads shared by 12 query heads. tp can be 1, 2, 3, 6, 12"),
+        (
+            12,
+            6,
+            4,
+            "'layers.0.k': tp 4 would cut a head of its 6 heads shared by 12 query heads. tp can be 1, 2, 3, 6, 12",
+        ),
     ],
 )
 def test_case_d1_a_cut_through_a_head_is_refused_with_numbers(queries, keys, tp, message):
@@ -112,7 +121,9 @@ def shared_heads(dp: int, tp: int, queries: int, keys: int, options: dict) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": False}])
-@pytest.mark.parametrize(("dp", "tp", "queries", "keys"), [(1, 4, 4, 2), (1, 4, 4, 1), (2, 2, 4, 1), (1, 4, 12, 4), (1, 3, 6, 3)])
+@pytest.mark.parametrize(
+    ("dp", "tp", "queries", "keys"), [(1, 4, 4, 2), (1, 4, 4, 1), (2, 2, 4, 1), (1, 4, 12, 4), (1, 3, 6, 3)]
+)
 def test_case_d1_heads_shared_by_tp_ranks_are_right(ranks, dp, tp, queries, keys, options):
     ranks(dp * tp).run(shared_heads, dp, tp, queries, keys, options)
 
@@ -128,7 +139,9 @@ def uneven_hidden(dp: int, tp: int, hidden: int) -> None:
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_case_d3_a_hidden_size_that_tp_does_not_divide(ranks, dp, tp, hidden):
     if tp == 4 and hidden == 5:
-        with pytest.raises(Refused, match=re.escape("'up': the output size is 5, and tp 4 would leave rank 3 of the tp axis an empty")):
+        with pytest.raises(
+            Refused, match=re.escape("'up': the output size is 5, and tp 4 would leave rank 3 of the tp axis an empty")
+        ):
             resolve(MLP_PLAN, on_meta(lambda: MLP(6, 5)), (1, 4))
     else:
         ranks(4).run(uneven_hidden, dp, tp, hidden)
@@ -191,7 +204,9 @@ def naive() -> float:
 
 def test_case_d5_an_unpacked_cut_of_it_is_wrong_and_refused(ranks):
     assert min(ranks(2).run(naive)) > 1e-2, "the fault that the refusal is for"
-    with pytest.raises(Refused, match=r"'gate_up' looks like several matrices fused into one.*packed_column\(parts=2\)"):
+    with pytest.raises(
+        Refused, match=r"'gate_up' looks like several matrices fused into one.*packed_column\(parts=2\)"
+    ):
         resolve(ParallelPlan({"gate_up": column(), "down": row()}), on_meta(Gated), (1, 2))
 
 
@@ -266,7 +281,11 @@ class LoRA(nn.Module):
 
     def __init__(self, fan_in: int = 8, fan_out: int = 16, rank: int = 3) -> None:
         super().__init__()
-        self.base, self.a, self.b = nn.Linear(fan_in, fan_out), nn.Linear(fan_in, rank, bias=False), nn.Linear(rank, fan_out, bias=False)
+        self.base, self.a, self.b = (
+            nn.Linear(fan_in, fan_out),
+            nn.Linear(fan_in, rank, bias=False),
+            nn.Linear(rank, fan_out, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x))
@@ -282,7 +301,9 @@ class Adapted(MLP):
 
 
 ADAPTED_PLANS = {
-    "whole": ParallelPlan({"norm": replicate(), "up.base": column(), "up.a": replicate(), "up.b": column(), "down": row()}),
+    "whole": ParallelPlan(
+        {"norm": replicate(), "up.base": column(), "up.a": replicate(), "up.b": column(), "down": row()}
+    ),
 }
 
 
@@ -292,7 +313,9 @@ def lora_steps(dp: int, tp: int, plan: ParallelPlan) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"up.a.weight", "up.b.weight"}
     ours = adamw(model, lr=0.1)
-    theirs = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = torch.optim.AdamW(
+        [p for p in reference.parameters() if p.requires_grad], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1
+    )
     assert sum(len(group["params"]) for group in ours.param_groups) == 2
     for step in range(2):
         x = vectors(8, 8, seed=step)
@@ -332,7 +355,9 @@ def tied_steps(dp: int, tp: int, vocab: int, options: dict) -> None:
     train_like_one_process(make, LM_PLAN, dp, tp, options=options)
 
 
-@pytest.mark.parametrize(("vocab", "options"), [(12, {}), (17, {}), (12, {"sequence_parallel": False, "loss_parallel": False})])
+@pytest.mark.parametrize(
+    ("vocab", "options"), [(12, {}), (17, {}), (12, {"sequence_parallel": False, "loss_parallel": False})]
+)
 @pytest.mark.parametrize(("dp", "tp"), MESHES)
 def test_case_d9_tied_weights_stay_tied_and_right(ranks, dp, tp, vocab, options):
     ranks(4).run(tied_steps, dp, tp, vocab, options)
@@ -340,7 +365,9 @@ def test_case_d9_tied_weights_stay_tied_and_right(ranks, dp, tp, vocab, options)
 
 def test_case_d9_a_tie_that_cannot_be_kept_is_refused():
     different = ParallelPlan({**LM_STYLES, "lm_head": replicate()}, ("layers.*",))
-    with pytest.raises(Refused, match=r"'embed.weight' and 'lm_head.weight' are one \(tied\) parameter.*cut it differently"):
+    with pytest.raises(
+        Refused, match=r"'embed.weight' and 'lm_head.weight' are one \(tied\) parameter.*cut it differently"
+    ):
         resolve(different, on_meta(tied), (2, 2))
     apart = ParallelPlan(LM_STYLES, ("layers.*", "lm_head"))
     with pytest.raises(Refused, match="but lie in the root and the unit 'lm_head': FSDP would give each its own copy"):
@@ -373,7 +400,11 @@ def test_case_d11_calls_around_the_hooks_are_refused_with_the_way_out(ranks, dp,
 
 def optimizer_built(when: str, kind: str, reshard: bool) -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1.0) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=1.0)
+        return (
+            torch.optim.SGD(model.parameters(), lr=1.0)
+            if kind == "sgd"
+            else torch.optim.AdamW(model.parameters(), lr=1.0)
+        )
 
     x, model = vectors(8, 8), plain(MLP)
     early = sgd(model) if when == "before parallelize" else None
@@ -391,7 +422,9 @@ def optimizer_built(when: str, kind: str, reshard: bool) -> None:
         after = whole(model, value_of)
         assert all(not torch.equal(before[name], after[name]) for name in before)
         return
-    with pytest.raises(ContractError, match="the optimizer holds a parameter of shape .* that its step would not train"):
+    with pytest.raises(
+        ContractError, match="the optimizer holds a parameter of shape .* that its step would not train"
+    ):
         optimizer.step()
 
 

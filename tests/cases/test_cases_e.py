@@ -50,7 +50,9 @@ def lone_call(path: Path, caller: int) -> float:
     start = time.monotonic()
     if dist.get_rank() == caller:
         absent = ", ".join(str(rank) for rank in range(4) if rank != caller)
-        with pytest.raises(ContractError, match=rf"called on rank {caller}, but after 1 s not on rank\(s\) {absent} of 4.*if rank == 0"):
+        with pytest.raises(
+            ContractError, match=rf"called on rank {caller}, but after 1 s not on rank\(s\) {absent} of 4.*if rank == 0"
+        ):
             save_pretrained(model, path, join_seconds=1.0)
     seconds = time.monotonic() - start
     dist.barrier()
@@ -264,7 +266,11 @@ def frozen_norm(path: Path, ignore: bool) -> None:
     save_pretrained(model, path)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=ignore)
     names = set(get_model_state_dict(model, options=options))
-    assert names == ({name for name, p in model.named_parameters() if p.requires_grad or not ignore} if dist.get_rank() == 0 else set())
+    assert names == (
+        {name for name, p in model.named_parameters() if p.requires_grad or not ignore}
+        if dist.get_rank() == 0
+        else set()
+    )
     assert gather(dist.get_rank()) == [0, 1, 2, 3], "the ranks are still in step"
 
 

@@ -82,9 +82,7 @@ def test_C7_every_rank_has_as_many_micro_batches_in_every_step() -> None:
     """5 sequences, 2 ranks: the data's end falls within a step, which must not leave a rank short."""
     dataset = TokenDataset(numbered(5), SEQ, seed=0)
     for step in range(20):
-        counts = {
-            len(dataset.batch(step, global_batch=4, dp=2, dp_rank=rank, micro_batch=1)) for rank in range(2)
-        }
+        counts = {len(dataset.batch(step, global_batch=4, dp=2, dp_rank=rank, micro_batch=1)) for rank in range(2)}
         assert counts == {2}
     assert dataset.epoch(5, global_batch=4) == 4.0
 

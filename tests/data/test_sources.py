@@ -63,9 +63,7 @@ def test_text_keeps_its_bytes_but_for_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alphabet", ["ab \n", "aé漢😀\n \t", "xyz", "\n"])
-def test_long_texts_come_in_pieces_that_add_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alphabet: str
-) -> None:
+def test_long_texts_come_in_pieces_that_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alphabet: str) -> None:
     """Blocks of 7 bytes split characters and lines anywhere: nothing may be lost, doubled or reported as
     broken."""
     monkeypatch.setattr(sources, "_BLOCK_BYTES", 7)
@@ -99,9 +97,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     texts = [f"row {i} é" for i in range(1000)]
     for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         column = pa.array(texts).cast(kind)
-        pq.write_table(
-            pa.table({"id": range(1000), "text": column}), tmp_path / "a.parquet", row_group_size=300
-        )
+        pq.write_table(pa.table({"id": range(1000), "text": column}), tmp_path / "a.parquet", row_group_size=300)
         assert documents(tmp_path / "a.parquet") == texts
 
 

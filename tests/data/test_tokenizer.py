@@ -28,8 +28,7 @@ def random_texts(count: int) -> list[str]:
     chosen = random.Random(0)
     ranges = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF)]
     return [
-        "".join(chr(chosen.randint(*chosen.choice(ranges))) for _ in range(chosen.randint(1, 60)))
-        for _ in range(count)
+        "".join(chr(chosen.randint(*chosen.choice(ranges))) for _ in range(chosen.randint(1, 60))) for _ in range(count)
     ]
 
 
@@ -166,9 +165,7 @@ def test_file_tokenizer_saves_what_transformers_opens(bpe_file: Path, tmp_path: 
         assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     again = load_tokenizer(tmp_path / "export")
     assert again.fingerprint == ours.fingerprint
-    assert not (tmp_path / "export" / "config.json").exists(), (
-        "the model's config is not the tokenizer's to write"
-    )
+    assert not (tmp_path / "export" / "config.json").exists(), "the model's config is not the tokenizer's to write"
 
 
 def test_file_tokenizer_copies_its_companions(bpe_file: Path, tmp_path: Path) -> None:
@@ -232,9 +229,7 @@ def test_bad_tokenizers_are_refused(
         ("special_tokens_map.json", "{", ["cannot be read as JSON", "Repair or remove it"]),
     ],
 )
-def test_bad_files_beside_a_tokenizer_are_refused(
-    bpe_file: Path, name: str, content: str, parts: list[str]
-) -> None:
+def test_bad_files_beside_a_tokenizer_are_refused(bpe_file: Path, name: str, content: str, parts: list[str]) -> None:
     bpe_file.with_name(name).write_text(content)
     with pytest.raises(Refused) as caught:
         load_tokenizer(bpe_file)

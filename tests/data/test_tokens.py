@@ -162,9 +162,7 @@ def test_nothing_is_left_when_the_data_is_broken(tmp_path: Path, cache: Path) ->
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.txt", ""), ("a.txt", "\ufeff"), ("a.jsonl", '{"text": ""}\n\n')]
-)
+@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.txt", "\ufeff"), ("a.jsonl", '{"text": ""}\n\n')])
 def test_data_without_text_is_refused(tmp_path: Path, cache: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(Refused, match=rf"{name}.*empty.*Give files with text"):
@@ -188,9 +186,7 @@ def test_processes_that_do_it_at_once_all_get_the_whole(corpus: Path, cache: Pat
     for worker in workers:
         worker.join(timeout=10)
     assert all(one == got[0] and len(one) == 1_000_016 for one in got)
-    assert sorted(path.suffix for path in (cache / "tokens").iterdir()) == [".bin", ".json"], (
-        "no temporary files"
-    )
+    assert sorted(path.suffix for path in (cache / "tokens").iterdir()) == [".bin", ".json"], "no temporary files"
 
 
 def test_opening_a_big_file_does_not_read_it(tmp_path: Path) -> None:

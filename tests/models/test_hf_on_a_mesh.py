@@ -107,7 +107,10 @@ def test_a_step_equals_a_step_of_a_plain_transformers_loop(ranks: Any, tmp_path:
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     vectors = [p for p in reference.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=LR, betas=BETAS, eps=EPS
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
     )
     loss = torch.nn.functional.cross_entropy(reference(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()

@@ -100,9 +100,7 @@ def assert_agrees(models: Pair, tolerance: float) -> None:
     assert {name for name, _ in ours.named_parameters()} == gradients.keys()
     for name, parameter in ours.named_parameters():
         scale = gradients[name].abs().max().item()
-        assert (gradient_of(parameter) - gradients[name]).abs().max().item() <= tolerance * max(scale, 1.0), (
-            name
-        )
+        assert (gradient_of(parameter) - gradients[name]).abs().max().item() <= tolerance * max(scale, 1.0), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -170,9 +168,7 @@ def test_published_rope_tables_equal_transformers_bit_for_bit(name: str) -> None
     tables = RotaryEmbedding(config).tables(torch.zeros(1, length, dtype=torch.int64), torch.zeros(1))
     half = config.head_dim // 2
     assert torch.equal(tables.cos, cos[0])
-    assert torch.equal(tables.sin[:, half:], sin[0, :, half:]) and torch.equal(
-        tables.sin[:, :half], -sin[0, :, :half]
-    )
+    assert torch.equal(tables.sin[:, half:], sin[0, :, half:]) and torch.equal(tables.sin[:, :half], -sin[0, :, :half])
 
 
 def test_the_tie_is_one_parameter_and_untied_is_two() -> None:
@@ -207,9 +203,7 @@ def bf16_tables_in_fsdp_units() -> list[tuple[torch.dtype, torch.dtype]]:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args: seen.append((args[0].dtype, args[1].cos.dtype))
-        )
+        layer.self_attn.register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1].cos.dtype)))
         fully_shard(layer, mesh=mesh(1, 1)["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(model, mesh=mesh(1, 1)["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model(token_ids(TINY), token_ids(TINY)).backward()
@@ -321,7 +315,5 @@ def test_wrong_shapes_are_refused(ids: tuple[int, ...], labels: tuple[int, ...] 
 def test_the_plan_names_every_module_that_holds_parameters() -> None:
     model = Llama(TINY)
     holders = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
-    patterns = {
-        name.replace(".layers.0.", ".layers.*.").replace(".layers.1.", ".layers.*.") for name in holders
-    }
+    patterns = {name.replace(".layers.0.", ".layers.*.").replace(".layers.1.", ".layers.*.") for name in holders}
     assert set(parallel_plan().styles) == patterns

@@ -32,9 +32,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-COMPARED = [
-    f.name for f in dataclasses.fields(LlamaConfig) if f.name not in ("rope_theta", "rope_scaling", "extra")
-]
+COMPARED = [f.name for f in dataclasses.fields(LlamaConfig) if f.name not in ("rope_theta", "rope_scaling", "extra")]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +106,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 def test_absent_settings_mean_what_they_mean_to_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     small = {
-        key: GOOD[key]
-        for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        key: GOOD[key] for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     }
     small["num_attention_heads"] = 4
     assert_same(LlamaConfig.from_hf(small), transformers.LlamaConfig(**small))

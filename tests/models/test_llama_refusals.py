@@ -100,9 +100,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "change, words", BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
-)
+@pytest.mark.parametrize("change, words", BAD, ids=lambda value: "-".join(value) if isinstance(value, dict) else "")
 def test_bad_settings_are_refused_with_the_thing_the_value_and_the_way_out(
     change: dict[str, Any], words: list[str]
 ) -> None:

@@ -38,15 +38,23 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[1]
             assert name in KINDS, f"an unexpected collective: {name}"
-            tensors = [t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)]
-            group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+            tensors = [
+                t for a in args for t in (a if isinstance(a, list | tuple) else [a]) if isinstance(t, torch.Tensor)
+            ]
+            group = next(
+                dist.ProcessGroup.unbox(a)
+                for a in args
+                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+            )
             key = KINDS[name], group.size()
             self.calls[key] += 1
             self.bytes[key] += max(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
 
 
-def one_step(dp: int, tp: int, sequence: bool, accumulation: int, kv: int) -> tuple[dict[Any, int], dict[Any, int], dict[str, int]]:
+def one_step(
+    dp: int, tp: int, sequence: bool, accumulation: int, kv: int
+) -> tuple[dict[Any, int], dict[Any, int], dict[str, int]]:
     shape = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=kv, head_dim=4,
@@ -66,7 +74,11 @@ def one_step(dp: int, tp: int, sequence: bool, accumulation: int, kv: int) -> tu
     sizes = {
         "parameters": sum(4 * p.to_local().numel() * dp for n, p in model.named_parameters()),
         "root": sum(4 * p.to_local().numel() * dp for n, p in model.named_parameters() if ".layers." not in n),
-        "partial": sum(4 * p.to_local().numel() for n, p in model.named_parameters() if "norm" in n or (kv < tp and ("k_proj" in n or "v_proj" in n))),
+        "partial": sum(
+            4 * p.to_local().numel()
+            for n, p in model.named_parameters()
+            if "norm" in n or (kv < tp and ("k_proj" in n or "v_proj" in n))
+        ),
     }
     return dict(seen.calls), dict(seen.bytes), sizes
 
@@ -91,7 +103,10 @@ def test_collectives_with_sequence_parallelism(ranks: Any, accumulation: int, kv
     assert volume[("reduce_scatter", dp)] == sizes["parameters"]
     assert calls[("all_reduce", dp * tp)] == 1
     assert volume[("all_reduce", dp * tp)] <= 8 * 8, "a handful of fp64 scalars"
-    assert set(calls) == {(k, s) for k in ("all_gather", "reduce_scatter") for s in (dp, tp)} | {("all_reduce", tp), ("all_reduce", dp * tp)}
+    assert set(calls) == {(k, s) for k in ("all_gather", "reduce_scatter") for s in (dp, tp)} | {
+        ("all_reduce", tp),
+        ("all_reduce", dp * tp),
+    }
 
 
 def test_collectives_without_sequence_parallelism(ranks: Any) -> None:

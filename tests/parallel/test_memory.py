@@ -85,7 +85,9 @@ def held_bytes(dp: int, tp: int) -> dict[str, int]:
 
     def real(tensors: Any) -> int:
         """Bytes of the storages, not of views into larger ones; global shapes do not count."""
-        storages = {t._local_tensor.untyped_storage().data_ptr(): t._local_tensor.untyped_storage().nbytes() for t in tensors}
+        storages = {
+            t._local_tensor.untyped_storage().data_ptr(): t._local_tensor.untyped_storage().nbytes() for t in tensors
+        }
         return sum(storages.values())
 
     total = sum(p.numel() * 4 for p in model.parameters())

@@ -38,7 +38,9 @@ class Variant:
     recompute: bool = False
 
     def __str__(self) -> str:
-        return "-".join(f"{key}={int(value)}" for key, value in asdict(self).items() if value != getattr(Variant(), key))
+        return "-".join(
+            f"{key}={int(value)}" for key, value in asdict(self).items() if value != getattr(Variant(), key)
+        )
 
 
 def config(variant: Variant) -> LlamaConfig:
@@ -93,7 +95,9 @@ def worst(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> f
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def compare(ranks: Any, variant: Variant, dtype: torch.dtype, tolerance: float, meshes: list[tuple[int, int]], steps: int) -> None:
+def compare(
+    ranks: Any, variant: Variant, dtype: torch.dtype, tolerance: float, meshes: list[tuple[int, int]], steps: int
+) -> None:
     reference = ranks(1).run(train, 1, 1, variant, dtype, steps)[0]
     if steps == STEPS:
         assert reference[-1][0] < reference[0][0] - 0.1, "the run must learn, or it shows nothing"

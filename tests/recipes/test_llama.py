@@ -140,7 +140,11 @@ def test_ctrl_c_finishes_the_step_exports_and_exits_with_130(model: str, tmp_pat
     out = tmp_path / "run"
     command = [sys.executable, "-m", "meshtrain.recipes.llama", *tiny.flags(model, out, dp=2, tp=1, steps=100000)]
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         metrics, end = out / "metrics.jsonl", time.monotonic() + 100
@@ -175,14 +179,27 @@ def test_ranks_of_torchrun_are_joined(model: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MESHTRAIN_CACHE": str(tmp_path / "cache")}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshtrain.recipes.llama"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "meshtrain.recipes.llama",
+    ]
     joined = tiny.flags(model, tmp_path / "joined", dp=2, tp=1, data=corpus)
     subprocess.run([*start, *joined], env=environment, check=True, timeout=110, capture_output=True)
     assert main(tiny.flags(model, tmp_path / "own", dp=2, tp=1, data=corpus)) == 0
     losses = [[line["loss"] for line in metrics_of(tmp_path / name)] for name in ("joined", "own")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     refused = subprocess.run(
-        [*start, *tiny.flags(model, tmp_path / "third", dp=3, tp=1)], env=environment, timeout=110, capture_output=True, text=True
+        [*start, *tiny.flags(model, tmp_path / "third", dp=3, tp=1)],
+        env=environment,
+        timeout=110,
+        capture_output=True,
+        text=True,
     )
     assert refused.returncode != 0
     assert refused.stderr.count("refused: a mesh of dp 3 x tp 1 needs 3 ranks") == 1

@@ -61,7 +61,12 @@ def snapshot(folder: Path) -> dict[str, int]:
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_bad_settings_are_refused_and_leave_no_trace(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], changes: dict, words: list[str]
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    changes: dict,
+    words: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "run", lambda *a, **k: pytest.fail("ranks were started"))
@@ -106,7 +111,9 @@ def test_weights_that_do_not_fit_are_refused_from_their_headers(model: str, tmp_
         prepared(tiny.flags(None, tmp_path / "second", init_from=source))
 
 
-def test_a_disk_without_room_for_the_model_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_the_model_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(Refused, match=r"GB free.*--export-dtype"):
@@ -132,8 +139,16 @@ def test_the_run_file_of_the_8b_model_can_start(tmp_path: Path, monkeypatch: pyt
     assert run.generation["eos_token_id"] == 128001
 
 
-def test_under_a_launcher_the_number_of_ranks_must_fit(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
+def test_under_a_launcher_the_number_of_ranks_must_fit(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 4,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(Refused, match=r"dp 2 x tp 1 needs 2 ranks, but there are 4"):
         prepared(tiny.flags(model, tmp_path / "out", dp=2))

@@ -40,7 +40,9 @@ def test_command_line_wins_over_run_file_wins_over_defaults(file) -> None:
 
 
 def test_settings_round_trip_through_a_run_file(file) -> None:
-    settings = read("--dp", "4", "--out", 'a "quoted" path', "--no-loss-parallel", "--max-norm", "inf", "--lr", "2.5e-5")
+    settings = read(
+        "--dp", "4", "--out", 'a "quoted" path', "--no-loss-parallel", "--max-norm", "inf", "--lr", "2.5e-5"
+    )
     assert read_run_file(file(as_toml(settings))) == settings
 
 
@@ -92,7 +94,11 @@ def test_a_run_file_that_is_absent_or_not_toml_is_refused(file, tmp_path: Path) 
 def test_every_flag_with_one_letter_wrong_gets_the_right_name() -> None:
     for flag in FLAGS:
         for position in range(len(flag)):
-            typos = {flag[:position] + flag[position + 1 :], flag[:position] + "x" + flag[position + 1 :], flag[:position] + "x" + flag[position:]}
+            typos = {
+                flag[:position] + flag[position + 1 :],
+                flag[:position] + "x" + flag[position + 1 :],
+                flag[:position] + "x" + flag[position:],
+            }
             for typo in typos - {""}:
                 if typo in FLAGS:
                     continue
@@ -127,7 +133,9 @@ def test_what_the_command_line_does_not_know_is_refused(arguments: list[str], wo
     ("arguments", "words"),
     [(["--dp", "x"], ["--dp", "'x'"]), (["--dtype", "fp8"], ["fp8", "bf16"]), (["--steps"], ["--steps"])],
 )
-def test_a_bad_value_ends_with_status_2(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_ends_with_status_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         read(*arguments)
     assert end.value.code == 2

@@ -38,9 +38,7 @@ def llama(config: LlamaConfig, seed: int = 0) -> Llama:
 
 def hf_logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     transformers = pytest.importorskip("transformers")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True, dtype=dtype
-    )
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype=dtype)
     assert not report["missing_keys"], report
     assert not report["unexpected_keys"], report
     with torch.no_grad():
@@ -247,9 +245,7 @@ def saved_after_forward(path: Path) -> None:
 def test_case_e10_frozen_and_gathered_parameters_are_saved_like_others(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(saved_after_forward, tmp_path / "out")
     save_pretrained(llama(TINY), tmp_path / "one")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (
-        tmp_path / "one/model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
 
 
 def lone_call(path: Path) -> str:

@@ -54,9 +54,7 @@ def load(dp: int, tp: int, path: Path) -> int:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("shared", [None, False], ids=["shared", "not-shared"])
-def test_ranks_write_one_directory_and_another_mesh_reads_it(
-    ranks: Any, tmp_path: Path, shared: bool | None
-) -> None:
+def test_ranks_write_one_directory_and_another_mesh_reads_it(ranks: Any, tmp_path: Path, shared: bool | None) -> None:
     ranks(4).run(save, 2, 2, tmp_path / "out", shared)
     stored: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
@@ -156,9 +154,7 @@ def disagree(path: Path) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_case_e5_ranks_that_plan_other_files_are_stopped_before_any_is_written(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_case_e5_ranks_that_plan_other_files_are_stopped_before_any_is_written(ranks: Any, tmp_path: Path) -> None:
     messages = ranks(4).run(disagree, tmp_path / "out")
     assert all("rank(s) 3 is not what it is on rank 0" in message for message in messages)
     assert os.listdir(tmp_path) == []
@@ -236,9 +232,7 @@ def resident(field: str) -> int:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux' /proc/self/clear_refs"
-)
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux' /proc/self/clear_refs")
 def test_case_e9_no_rank_needs_more_than_a_buffer_beyond_its_own_shard(ranks: Any, tmp_path: Path) -> None:
     for exported, imported in ranks(4).run(peak_growth, tmp_path / "out", 200, timeout=120):
         assert exported < 16 * 2**20

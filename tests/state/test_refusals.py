@@ -128,9 +128,7 @@ def write_model(folder: Path, **tensors: torch.Tensor) -> None:
 
 
 def write_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 SHARD = "model-00001-of-00001.safetensors"

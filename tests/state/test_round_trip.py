@@ -22,22 +22,16 @@ BUFFERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False, True]), 
 
 
 @pytest.mark.parametrize(("dp", "tp"), simulated.MESHES)
-def test_files_are_the_same_bytes_from_every_mesh_and_from_the_library(
-    dp: int, tp: int, tmp_path: Path
-) -> None:
+def test_files_are_the_same_bytes_from_every_mesh_and_from_the_library(dp: int, tp: int, tmp_path: Path) -> None:
     whole = simulated.whole_tensors()
     simulated.save(simulated.layouts(dp, tp), whole, tmp_path / "out", BUFFERS)
     save_file({**whole, **BUFFERS}, tmp_path / "library.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (
-        tmp_path / "library.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "library.safetensors").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["library.safetensors", "out"]
 
 
 @pytest.mark.parametrize(("dp", "tp"), simulated.MESHES)
-def test_loading_on_a_mesh_gives_every_rank_its_elements_and_reads_no_others(
-    dp: int, tp: int, tmp_path: Path
-) -> None:
+def test_loading_on_a_mesh_gives_every_rank_its_elements_and_reads_no_others(dp: int, tp: int, tmp_path: Path) -> None:
     whole = simulated.whole_tensors()
     save_file(whole, tmp_path / "model.safetensors")
     layouts = simulated.layouts(dp, tp)
@@ -186,9 +180,7 @@ def test_copies_of_a_tied_weight_that_differ_are_refused_before_anything_is_load
     other = weight.clone()
     other[-1, -1] += 1
     save_file({"embed.weight": weight, "head.weight": other}, tmp_path / "both.safetensors")
-    with pytest.raises(
-        ValueError, match=r"embed\.weight, head\.weight are one tied parameter.*tie_word_embeddings"
-    ):
+    with pytest.raises(ValueError, match=r"embed\.weight, head\.weight are one tied parameter.*tie_word_embeddings"):
         simulated.load([one], tmp_path / "both.safetensors", (0, 0))
 
 
@@ -196,9 +188,7 @@ _dtypes = st.sampled_from(
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 )
 _shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-_keys = st.text(
-    st.characters(codec="utf-8", categories=("L", "N")) | st.sampled_from("._-"), min_size=1, max_size=12
-)
+_keys = st.text(st.characters(codec="utf-8", categories=("L", "N")) | st.sampled_from("._-"), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -222,7 +212,4 @@ def test_any_state_dict_survives_export_and_agrees_with_the_library(
     export(folder, folder / "many", max_shard_size=limit)
     again = {key: load_file(entry.file)[key] for key, entry in inspect_pretrained(folder / "many").items()}
     assert again.keys() == tensors.keys()
-    assert all(
-        torch.equal(again[key], tensor) and again[key].dtype == tensor.dtype
-        for key, tensor in tensors.items()
-    )
+    assert all(torch.equal(again[key], tensor) and again[key].dtype == tensor.dtype for key, tensor in tensors.items())

@@ -86,7 +86,8 @@ def test_refusals_are_one_message_on_standard_error(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(7, "7"), (950, "950"), (999.6, "1.00k"), (12_345, "12.3k"), (456_000, "456k"), (8.03e9, "8.03B")]
+    ("number", "text"),
+    [(7, "7"), (950, "950"), (999.6, "1.00k"), (12_345, "12.3k"), (456_000, "456k"), (8.03e9, "8.03B")],
 )
 def test_counts(number: float, text: str) -> None:
     assert shown.count(number) == text

@@ -20,7 +20,12 @@ from meshtrain.train.step import loss_in_model
 from tests.ranks import mesh
 
 CONFIG = LlamaConfig(
-    vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    vocab_size=17,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
 )
 
 
@@ -51,7 +56,14 @@ def stop_at_step_three(dp: int, tp: int) -> tuple[int, bool, list[int]]:
             stop.at = time.monotonic()
 
     trained = train(
-        model, adamw(model, lr=1e-3), given, steps=9, learning_rate=lambda step: 1e-3, loss_sum=loss_in_model, report=report, stop=stop
+        model,
+        adamw(model, lr=1e-3),
+        given,
+        steps=9,
+        learning_rate=lambda step: 1e-3,
+        loss_sum=loss_in_model,
+        report=report,
+        stop=stop,
     )
     return trained.steps, trained.stopped, seen
 
@@ -101,7 +113,9 @@ def written(dp: int, tp: int, temperature: float) -> list[int]:
         for _, parameter in model.named_parameters():
             parameter.to_local().mul_(8)  # chances that differ
     text = generate(model, [3, 4], 12, window=8, temperature=temperature, seed=5)
-    train(model, adamw(model, lr=1e-3), batches, steps=1, learning_rate=lambda step: 1e-3, loss_sum=loss_in_model)  # still trains
+    train(
+        model, adamw(model, lr=1e-3), batches, steps=1, learning_rate=lambda step: 1e-3, loss_sum=loss_in_model
+    )  # still trains
     return text
 
 

@@ -67,9 +67,7 @@ def check_batching(
             share = global_batch // dp
             fitting = max(size for size in range(1, min(micro_batch, share) + 1) if share % size == 0)
             other = f", or a micro-batch of {fitting}"
-        raise Refused(
-            f"a global batch of {global_batch} sequences is not a multiple of {rule}. Use {near}{other}"
-        )
+        raise Refused(f"a global batch of {global_batch} sequences is not a multiple of {rule}. Use {near}{other}")
     if tokens is not None and seq_len is not None and tokens < seq_len + 1:
         longest = f", or a sequence length of at most {tokens - 1}" if tokens > 1 else ""
         raise Refused(
@@ -137,9 +135,7 @@ class TokenDataset:
         `check_batching`), ContractError for a step or rank out of range."""
         division = check_batching(global_batch, dp, micro_batch)
         if not 0 <= dp_rank < dp:
-            raise ContractError(
-                f"dp_rank {dp_rank} is not in 0..{dp - 1}; pass this rank's coordinate on the dp axis"
-            )
+            raise ContractError(f"dp_rank {dp_rank} is not in 0..{dp - 1}; pass this rank's coordinate on the dp axis")
         first = dp_rank * (global_batch // dp)
         batches = []
         for start in range(first, first + global_batch // dp, division.micro_batch):

@@ -25,9 +25,7 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
         folder = Path(named).expanduser()
         if problem := _problem_with(folder):
             by = "cache_dir" if chosen else "$MESHTRAIN_CACHE"
-            raise Refused(
-                f"{by} is {str(folder)!r}, which cannot be written: {problem}. Name a writable folder there"
-            )
+            raise Refused(f"{by} is {str(folder)!r}, which cannot be written: {problem}. Name a writable folder there")
         return folder
     try:
         folder = Path.home() / ".cache" / "meshtrain"
@@ -43,8 +41,7 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
     if fallback_problem:
         fallback = Path(tempfile.mkdtemp(prefix="meshtrain-cache-"))
     _logger.warning(
-        "the cache folder under the home folder cannot be written (%s), so %s is used; set MESHTRAIN_CACHE "
-        "to choose",
+        "the cache folder under the home folder cannot be written (%s), so %s is used; set MESHTRAIN_CACHE to choose",
         problem,
         fallback,
     )

@@ -70,14 +70,10 @@ def find_files(data: str | Path | None) -> list[Path]:
         found = "it is empty"
         if skipped:
             first = min(skipped)
-            found = (
-                f"its {len(skipped)} files are of other kinds, such as {first.name!r}: {_about_suffix(first)}"
-            )
+            found = f"its {len(skipped)} files are of other kinds, such as {first.name!r}: {_about_suffix(first)}"
         raise Refused(f"data folder {str(data)!r} holds no {', '.join(SUFFIXES)} file: {found}")
     if skipped:
-        _logger.warning(
-            "%s: skipping %d files that are not data, such as %s", root, len(skipped), min(skipped).name
-        )
+        _logger.warning("%s: skipping %d files that are not data, such as %s", root, len(skipped), min(skipped).name)
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
@@ -92,11 +88,7 @@ def _about_suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     if suffix in _PACKED_SUFFIXES:
         return f"{suffix} files are not unpacked. Unpack it first"
-    near = (
-        [_CLOSE_SUFFIXES[suffix]]
-        if suffix in _CLOSE_SUFFIXES
-        else difflib.get_close_matches(suffix, SUFFIXES, n=1)
-    )
+    near = [_CLOSE_SUFFIXES[suffix]] if suffix in _CLOSE_SUFFIXES else difflib.get_close_matches(suffix, SUFFIXES, n=1)
     nearest = f"; the nearest is {near[0]}" if near else ""
     kind = f"the suffix {suffix!r} is not known" if suffix else "it has no suffix, so its kind is not known"
     return f"{kind}. Supported are {', '.join(SUFFIXES)}{nearest}: convert or rename it"
@@ -117,9 +109,7 @@ def read_documents(files: Sequence[Path], text_key: str = "text") -> Iterator[Pi
             else:
                 yield from _read_text(path)
         except OSError as error:
-            raise Refused(
-                f"data file {path}: cannot be read: {error}. Check the file and its permissions"
-            ) from error
+            raise Refused(f"data file {path}: cannot be read: {error}. Check the file and its permissions") from error
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -181,17 +171,14 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[Piece]:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise Refused(
-                    f"{where}: byte {error.start} of the line is not UTF-8 ({error.reason}). Convert the "
-                    "file to UTF-8"
+                    f"{where}: byte {error.start} of the line is not UTF-8 ({error.reason}). Convert the file to UTF-8"
                 ) from error
             except (ValueError, RecursionError) as error:
                 raise Refused(
                     f"{where}: not valid JSON: {error}. Each line of a .jsonl file must be one JSON object"
                 ) from error
             if not isinstance(row, dict):
-                raise Refused(
-                    f"{where}: a JSON {_kind(row)}, not an object. Each line must be one JSON object"
-                )
+                raise Refused(f"{where}: a JSON {_kind(row)}, not an object. Each line must be one JSON object")
             if text_key not in row:
                 raise Refused(
                     f'{where}: no key "{text_key}"; its keys are {_quoted(list(row))}. '
@@ -225,12 +212,9 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Piece]:
                 )
             kind = file.schema_arrow.field(text_key).type
             kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if not (
-                pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-            ):
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
                 raise Refused(
-                    f'{path}: column "{text_key}" is of type {kind}, not string. Convert the column, or '
-                    "name another"
+                    f'{path}: column "{text_key}" is of type {kind}, not string. Convert the column, or name another'
                 )
             rows = file.metadata.num_rows
             bytes_per_row = path.stat().st_size // max(rows, 1)
@@ -243,16 +227,13 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[Piece]:
                         yield Piece(text, True, bytes_per_row)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise Refused(
-            f"data file {path}: cannot be read as Parquet: {error}. Write the file again, or convert it to "
-            ".jsonl"
+            f"data file {path}: cannot be read as Parquet: {error}. Write the file again, or convert it to .jsonl"
         ) from error
 
 
 def _checked_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise Refused(
-            f"{where}: the text is of kind {_kind(value)}, not a string. Convert it or leave the row out"
-        )
+        raise Refused(f"{where}: the text is of kind {_kind(value)}, not a string. Convert it or leave the row out")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

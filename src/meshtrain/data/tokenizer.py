@@ -101,9 +101,7 @@ class ByteTokenizer:
             "model_max_length": 1_000_000_000,
         }
         for name, content in (("tokenizer.json", _byte_tokenizer_json()), ("tokenizer_config.json", config)):
-            (folder / name).write_text(
-                json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _byte_alphabet() -> list[str]:

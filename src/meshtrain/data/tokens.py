@@ -82,9 +82,7 @@ def prepare_tokens(
     sizes = [_size_of(path) for path in files]
     named = "the embedded text" if data is None else f"data {str(data)!r}"
     if not any(sizes):
-        raise Refused(
-            f"{named}: {'the file is' if len(files) == 1 else 'all files are'} empty. Give files with text"
-        )
+        raise Refused(f"{named}: {'the file is' if len(files) == 1 else 'all files are'} empty. Give files with text")
     with track("Checking the data", sum(sizes), enabled=progress) as bar:
         content = _content_hash(files, bar)
     key = f"{FORMAT_VERSION} {sys.byteorder} {tokenizer.fingerprint} {content} {text_key!r}"
@@ -149,9 +147,7 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise Refused(
-            f"data file {path}: cannot be read: {error}. Check the file and its permissions"
-        ) from error
+        raise Refused(f"data file {path}: cannot be read: {error}. Check the file and its permissions") from error
 
 
 def _content_hash(files: Sequence[Path], bar: Progress) -> str:
@@ -165,9 +161,7 @@ def _content_hash(files: Sequence[Path], bar: Progress) -> str:
                     one.update(block)
                     bar.advance(len(block))
         except OSError as error:
-            raise Refused(
-                f"data file {path}: cannot be read: {error}. Check the file and its permissions"
-            ) from error
+            raise Refused(f"data file {path}: cannot be read: {error}. Check the file and its permissions") from error
         total.update(f"{path.suffix.lower()} {one.hexdigest()}\n".encode())
     return total.hexdigest()
 
@@ -195,9 +189,7 @@ def _write_tokens(
     size = documents = text_bytes = 0
     with atomic_file(path) as file:
         for batch in _batches_of(pieces):
-            for piece, packed in zip(
-                batch, tokenizer.encode_packed([p.text for p in batch], typecode), strict=True
-            ):
+            for piece, packed in zip(batch, tokenizer.encode_packed([p.text for p in batch], typecode), strict=True):
                 text_bytes += len(packed)
                 chunk = packed + end if piece.ends_document else packed
                 size += file.write(chunk)

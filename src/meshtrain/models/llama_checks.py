@@ -51,17 +51,13 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
         if token is not None and not all(_is_token(t) for t in (token if several else [token])):
             raise refusal(where, name, token, "it must be a token id (a whole number) or null")
     if values.get("initializer_range", 0.0) > 1:
-        raise refusal(
-            where, "initializer_range", values["initializer_range"], "transformers allows at most 1"
-        )
+        raise refusal(where, "initializer_range", values["initializer_range"], "transformers allows at most 1")
     hidden, heads, kv_heads = values["hidden_size"], values["num_attention_heads"], kv_heads_of(values)
     if hidden % heads:
         rule = f"it must be a multiple of num_attention_heads ({heads}), as transformers requires"
         raise refusal(where, "hidden_size", hidden, rule, "Change one of the two.")
     if heads % kv_heads:
-        rule = (
-            f"it must be a multiple of num_key_value_heads ({kv_heads}), which share the query heads evenly"
-        )
+        rule = f"it must be a multiple of num_key_value_heads ({kv_heads}), which share the query heads evenly"
         raise refusal(where, "num_attention_heads", heads, rule, "Change one of the two.")
     if head_dim_of(values) % 2:
         way_out = "Set an even head_dim, or change hidden_size or num_attention_heads."
@@ -72,13 +68,9 @@ def check_model_type(settings: Mapping[str, Any], where: str) -> None:
     """Refuses a config.json of another architecture."""
     way_out = f"Use the config.json of a {ARCHITECTURE} model, or bring your own model and plan."
     if settings.get("model_type") != "llama":
-        raise refusal(
-            where, "model_type", settings.get("model_type"), "only 'llama' can be built here", way_out
-        )
+        raise refusal(where, "model_type", settings.get("model_type"), "only 'llama' can be built here", way_out)
     if settings.get("architectures") not in (None, [], [ARCHITECTURE]):
-        raise refusal(
-            where, "architectures", settings["architectures"], f"it must be [{ARCHITECTURE!r}]", way_out
-        )
+        raise refusal(where, "architectures", settings["architectures"], f"it must be [{ARCHITECTURE!r}]", way_out)
 
 
 def check_features(settings: Mapping[str, Any], where: str) -> None:
@@ -118,9 +110,7 @@ def parse_rope(settings: Mapping[str, Any], where: str) -> tuple[float, dict[str
         return _theta(settings.get("rope_theta"), where), None
     if found[0] != found[-1]:
         rule = f"rope_scaling and rope_theta mean {found[1]}"
-        raise refusal(
-            where, "rope_parameters", settings["rope_parameters"], rule, "Keep one of the two forms."
-        )
+        raise refusal(where, "rope_parameters", settings["rope_parameters"], rule, "Keep one of the two forms.")
     return found[0]
 
 
@@ -136,9 +126,7 @@ def parse_scaling(raw: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     numbers = ("factor",) if rope_type == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     for name in numbers:
         if not _is_positive(raw.get(name)):
-            raise refusal(
-                where, name, raw.get(name), f"rope_type {rope_type!r} needs a finite number above 0"
-            )
+            raise refusal(where, name, raw.get(name), f"rope_type {rope_type!r} needs a finite number above 0")
     values: dict[str, Any] = {"rope_type": rope_type, **{name: float(raw[name]) for name in numbers}}
     if rope_type == "llama3":
         original = raw.get("original_max_position_embeddings")

@@ -32,9 +32,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if checks.parse_scaling(self.to_hf(), "RopeScaling") != self.to_hf():
             rule = "this type does not use all the values given"
-            raise checks.refusal(
-                "RopeScaling", "rope_type", self.rope_type, rule, "Leave the others at None."
-            )
+            raise checks.refusal("RopeScaling", "rope_type", self.rope_type, rule, "Leave the others at None.")
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_scaling` object of config.json."""
@@ -75,9 +73,7 @@ class LlamaConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         checks.check_values(values, "LlamaConfig")
         if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise checks.refusal(
-                "LlamaConfig", "rope_scaling", self.rope_scaling, "it must be a RopeScaling or None"
-            )
+            raise checks.refusal("LlamaConfig", "rope_scaling", self.rope_scaling, "it must be a RopeScaling or None")
         # Resolved once here, so that nothing downstream has to know what None means.
         object.__setattr__(self, "num_key_value_heads", checks.kv_heads_of(values))
         object.__setattr__(self, "head_dim", checks.head_dim_of(values))
@@ -105,9 +101,7 @@ class LlamaConfig:
         for key in checks.REQUIRED:
             if settings.get(key) is None:
                 needed = ", ".join(checks.REQUIRED)
-                raise Refused(
-                    f"{source}: {key} is missing, but {checks.ARCHITECTURE} needs {needed}. Add {key}."
-                )
+                raise Refused(f"{source}: {key} is missing, but {checks.ARCHITECTURE} needs {needed}. Add {key}.")
         names = {f.name for f in dataclasses.fields(cls)} - _ROPE_KEYS - {"extra"}
         given = {name: settings[name] for name in names if name in settings}
         # A null means the default, except where None is itself a value.
@@ -119,9 +113,7 @@ class LlamaConfig:
             rope_theta=theta,
             rope_scaling=RopeScaling(**scaling) if scaling else None,
             extra={
-                key: copy.deepcopy(settings[key])
-                for key in settings
-                if key not in names | _ROPE_KEYS | _FIXED.keys()
+                key: copy.deepcopy(settings[key]) for key in settings if key not in names | _ROPE_KEYS | _FIXED.keys()
             },
         )
 
@@ -135,13 +127,10 @@ class LlamaConfig:
         except OSError as error:
             reason = error.strerror or error
             raise Refused(
-                f"{file}: cannot be read ({reason}), but a model directory needs a config.json. "
-                f"Check the path."
+                f"{file}: cannot be read ({reason}), but a model directory needs a config.json. Check the path."
             ) from error
         except (ValueError, RecursionError) as error:
-            raise Refused(
-                f"{file}: is not JSON ({error}). Restore the file from the original model."
-            ) from error
+            raise Refused(f"{file}: is not JSON ({error}). Restore the file from the original model.") from error
         return cls.from_hf(settings, source=str(file))
 
     def to_hf(self) -> dict[str, Any]:
@@ -189,9 +178,7 @@ def config_for(spec: str) -> LlamaConfig:
     )
 
 
-def _llama3(
-    factor: float, hidden: int, intermediate: int, layers: int, heads: int, tied: bool
-) -> LlamaConfig:
+def _llama3(factor: float, hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
     """A published Llama 3.1 or 3.2 base model: what tells the sizes apart, and all that they share."""
     return LlamaConfig(
         vocab_size=128256,

@@ -56,9 +56,7 @@ class RotaryEmbedding:
         return self._cache[key]
 
     def _compute(self, length: int, device: torch.device, dtype: torch.dtype) -> RotaryTables:
-        angles = torch.outer(
-            torch.arange(length, device=device, dtype=dtype), self.frequencies(device, dtype)
-        )
+        angles = torch.outer(torch.arange(length, device=device, dtype=dtype), self.frequencies(device, dtype))
         cos, sin = angles.cos(), angles.sin()
         return RotaryTables(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 

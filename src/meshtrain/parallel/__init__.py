@@ -1,11 +1,13 @@
 """The heart: plans, styles, layouts, and the one function that applies them."""
 
-from .apply import ParallelState, allocate, initialise, parallelize, state_of
+from .apply import parallelize
 from .cross_entropy import IGNORED, cross_entropy, linear_cross_entropy
 from .init import Constant, Init, Normal, Uniform
 from .layout import Block, MeshSizes, ParamLayout
+from .materialise import allocate, initialise
 from .plan import ParallelPlan, load_plan
 from .resolve import Resolved, resolve
+from .state import ParallelState, state_of
 from .styles import (
     Style,
     column,

@@ -1,18 +1,16 @@
 """parallelize: a plan applied to a model, in one order, top to bottom.
 
-    build on meta -> resolve -> tensor parallelism -> ties -> compile -> activation checkpointing -> fully_shard -> hooks
-    -> initialise or load_pretrained -> optimizer
+build on meta -> resolve -> tensor parallelism -> ties -> compile -> activation checkpointing -> fully_shard -> hooks
+-> initialise or load_pretrained -> optimizer
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,91 +24,15 @@ from . import guards
 from .context import TensorParallel
 from .fsdp_comm import ExchangeReduceScatter, WatchedAllGather
 from .gradients import PartialGradients
-from .init import fill, rules
-from .layout import MeshSizes, ParamLayout
+from .layout import MeshSizes
 from .plan import ParallelPlan
 from .resolve import Resolved, resolve
+from .state import ParallelState, attach, find_state
 from .styles import Applied, Style
 from .unused import reduce_unused
 from .watch import PathCheck, Watch
 
 log = logging.getLogger("meshtrain")
-_STATE = "_meshtrain_state"
-
-
-@dataclass
-class ParallelState:
-    """What meshtrain knows of a model that it has parallelized."""
-
-    model: nn.Module
-    mesh: DeviceMesh
-    resolved: Resolved
-    tp: TensorParallel
-    peers: guards.PeerCheck
-    gradients: PartialGradients
-    root: guards.RootGuard
-    watch: Watch
-    paths: PathCheck
-
-    @property
-    def sizes(self) -> MeshSizes:
-        return self.resolved.sizes
-
-    @property
-    def layouts(self) -> tuple[ParamLayout, ...]:
-        return self.resolved.layouts
-
-    @property
-    def coordinate(self) -> tuple[int, int]:
-        """This rank's (dp, tp)."""
-        return cast("tuple[int, int]", tuple(self.mesh.get_coordinate() or ()))
-
-    @property
-    def world(self) -> dist.ProcessGroup:
-        """The group of all ranks of the mesh."""
-        return cast(dist.ProcessGroup, dist.group.WORLD)
-
-    def parameters(self) -> list[tuple[ParamLayout, nn.Parameter]]:
-        """Each parameter once, sharded over (dp, tp), with its layout."""
-        return [(layout, self.model.get_parameter(layout.name)) for layout in self.layouts]
-
-    def local_shards(self) -> dict[str, Tensor]:
-        """Canonical name -> this rank's shard, to read or to write in place; rows may be 0."""
-        self.reshard()
-        return {layout.name: _shard_of(parameter, layout) for layout, parameter in self.parameters()}
-
-    def check_replicas(self) -> None:
-        """Raise ContractError, on every rank, where tp peers hold different copies of a parameter. Collective; one pass over
-        the parameters that tp does not cut."""
-        if self.sizes.tp > 1:
-            shards = self.local_shards()
-            guards.check_replicas({layout.name: shards[layout.name] for layout in self.layouts if layout.tp_dim is None}, self.coordinate)
-
-    def reshard(self) -> None:
-        """Give back what FSDP still holds gathered (the root, after a forward pass without a backward)."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
-def _shard_of(parameter: nn.Parameter, layout: ParamLayout) -> Tensor:
-    shard = cast(DTensor, parameter.detach())._local_tensor
-    if shard.is_meta:
-        raise ContractError(f"'{layout.name}' has no values yet: call initialise(model, seed=...) or load_pretrained(model, path)")
-    return shard
-
-
-def state_of(model: nn.Module) -> ParallelState:
-    """What is known of a parallelized model. Raises ContractError for any other."""
-    state = find_state(model)
-    if state is None:
-        raise ContractError(f"this {type(model).__name__} was not parallelized: call parallelize(model, mesh, plan) first")
-    return state
-
-
-def find_state(model: nn.Module) -> ParallelState | None:
-    """What is known of a model, or None when it was not parallelized."""
-    return cast("ParallelState | None", model.__dict__.get(_STATE))
 
 
 def parallelize(
@@ -147,7 +69,10 @@ def parallelize(
     sizes = MeshSizes(dp_mesh.size(), tp_mesh.size())
     resolved = resolve(plan, model, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     guards.check_equal_weights(model, mesh)
-    guards.mark_stale(model.parameters(), "it was built before parallelize() replaced the model's parameters by sharded ones; build it after")
+    guards.mark_stale(
+        model.parameters(),
+        "it was built before parallelize() replaced the model's parameters by sharded ones; build it after",
+    )
     tp = TensorParallel.of(
         tp_mesh,
         sequence_parallel=resolved.sequence_parallel,
@@ -165,7 +90,9 @@ def parallelize(
         if activation_checkpointing:
             # Around what is compiled: the contexts of a second run cannot be traced.
             unit.forward = _checkpointed(unit.forward, tp)
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None)
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None
+    )
     watch, paths = Watch(dp_mesh.get_group()), PathCheck(mesh.get_rank(), sizes.world)
     for name, unit in zip([*resolved.units, ""], [*units, model], strict=True):
         # The root's backward begins as soon as its forward ends: None keeps it gathered in between.
@@ -176,7 +103,7 @@ def parallelize(
             cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter(watch, name))  # type: ignore[arg-type]
     reduce_unused([*units, model], paths.see)
     _check_layouts(model, resolved, mesh)
-    model.__dict__[_STATE] = _install_hooks(model, mesh, resolved, tp, watch, paths)
+    attach(_install_hooks(model, mesh, resolved, tp, watch, paths))
     log.info(
         "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
         type(model).__name__, sizes.dp, sizes.tp, sum(layout.numel for layout in resolved.layouts), len(units) + 1,
@@ -187,7 +114,9 @@ def parallelize(
 
 def _axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     if mesh.mesh_dim_names != ("dp", "tp"):
-        raise Refused(f"the mesh has the axes {mesh.mesh_dim_names}; meshtrain needs ('dp', 'tp'): use init_mesh(dp, tp)")
+        raise Refused(
+            f"the mesh has the axes {mesh.mesh_dim_names}; meshtrain needs ('dp', 'tp'): use init_mesh(dp, tp)"
+        )
     return mesh["dp"], mesh["tp"]
 
 
@@ -274,81 +203,3 @@ def _install_hooks(
     model.register_forward_hook(done)
     model.register_forward_hook(after, always_call=True)
     return state
-
-
-def initialise(model: nn.Module, *, seed: int = 0, device: str | torch.device | None = None) -> nn.Module:
-    """Give every parameter its initial value: a function of `seed`, its name and the position in it, with the same bits
-    on every mesh. A rank makes what it keeps, and nothing else.
-
-    The distributions are the model's own `initial_value(name)` (Normal, Uniform or Constant), else those of torch's
-    modules. Works on a parallelized model and, for one process, on any other. Raises Refused for a parameter without a
-    rule, and for buffers on the meta device that nothing has computed.
-    """
-    allocate(model, device)
-    rule = rules(model)
-    if (state := find_state(model)) is None:
-        for name, parameter in model.named_parameters():
-            layout = ParamLayout(name, (), tuple(parameter.shape), parameter.dtype, True, MeshSizes(1, 1), None, (), "whole", "", "")
-            fill(parameter.data, layout, 0, 0, rule(name), seed)
-        return model
-    dp, tp = state.coordinate
-    for layout, parameter in state.parameters():
-        fill(_shard_of(parameter, layout), layout, dp, tp, rule(layout.name), seed)
-    return model
-
-
-def allocate(model: nn.Module, device: str | torch.device | None = None) -> None:
-    """Allocate what is on the meta device: this rank's shards, one tensor for all names of a tie, and no values.
-
-    Not `to_empty`, which gives each name of a tie a parameter of its own. Buffers on meta are computed by their module's
-    `reset_buffers()`; a module without that method is refused, since its buffers would hold garbage.
-    """
-    state = find_state(model)
-    target = torch.device(device or (state.mesh.device_type if state else "cpu"))
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and _is_meta(parameter):
-                if id(parameter) not in made:
-                    made[id(parameter)] = _allocated(parameter, target)
-                    guards.mark_stale([parameter], "it was built before the parameters had values; build it after initialise() or load_pretrained()")
-                module._parameters[name] = made[id(parameter)]
-    if state is not None:
-        renewed = {id(old): made.get(id(old), old) for old in state.gradients.parameters}
-        state.gradients.parameters = [renewed[id(old)] for old in state.gradients.parameters]
-    for path, module in model.named_modules():
-        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not lost:
-            continue
-        reset = getattr(module, "reset_buffers", None)
-        if reset is None:
-            raise Refused(
-                f"the buffer '{path}.{lost[0]}' is on the meta device, and nothing can compute its values. Give {type(module).__name__} "
-                "a method reset_buffers() that does, or build its buffers on a real device"
-            )
-        for name in lost:
-            module._buffers[name] = torch.empty_like(cast(Tensor, module._buffers[name]), device=target)
-            if cast(Tensor, module._buffers[name]).is_floating_point():
-                cast(Tensor, module._buffers[name]).fill_(torch.nan)
-        reset()
-        for name in lost:
-            buffer = getattr(module, name)
-            if buffer.is_meta or (buffer.is_floating_point() and bool(buffer.isnan().any())):
-                raise Refused(f"{type(module).__name__}.reset_buffers() did not compute all of the buffer '{path}.{name}'")
-
-
-def _is_meta(parameter: nn.Parameter) -> bool:
-    return parameter._local_tensor.is_meta if isinstance(parameter, DTensor) else parameter.is_meta
-
-
-def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    shard = torch.empty_like(parameter._local_tensor, device=device)
-    spec = parameter._spec
-    distributed = DTensor.from_local(
-        shard, spec.mesh, spec.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(distributed, parameter.requires_grad)

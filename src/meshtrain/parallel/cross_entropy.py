@@ -76,7 +76,13 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, shard: VocabShard | None)
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shard: VocabShard | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        shard: VocabShard | None,
+        chunk: int,
     ) -> Tensor:
         precise = _precise(hidden)
         needs = ctx.needs_input_grad
@@ -132,7 +138,9 @@ def linear_cross_entropy(
     _check_labels(labels, vocab)
     widest = vocab if shard is None or not shard.loss_parallel else shard.step
     chunk = max(1, chunk_elements // widest)
-    return _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), shard, chunk)
+    return _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), shard, chunk
+    )
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
@@ -141,7 +149,9 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     low, high = torch.aminmax(labels)
     if high >= vocab or (low < 0 and bool(((labels < 0) & (labels != IGNORED)).any())):
         bad = labels[((labels < 0) & (labels != IGNORED)) | (labels >= vocab)][0]
-        raise ContractError(f"label {int(bad)} is outside the vocabulary of {vocab}; a token without a loss has {IGNORED}")
+        raise ContractError(
+            f"label {int(bad)} is outside the vocabulary of {vocab}; a token without a loss has {IGNORED}"
+        )
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -31,7 +31,9 @@ class _UnitComm:
 class WatchedAllGather(_UnitComm):
     """For `FSDPModule.set_custom_all_gather`: waits through the watch."""
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         work = group._allgather_base(output_tensor, input_tensor)
         self.watch.wait(work, f"gathering the parameters of {self.label}")
 

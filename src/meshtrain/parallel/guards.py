@@ -94,7 +94,9 @@ def check_equal_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     for rank, (their_names, theirs) in enumerate(everyone):
         first_names, first = everyone[0]
         if their_names != first_names:
-            raise ContractError(f"the models of ranks 0 and {rank} have different parameters: build the same model on all ranks")
+            raise ContractError(
+                f"the models of ranks 0 and {rank} have different parameters: build the same model on all ranks"
+            )
         for name, one, other in zip(their_names, first, theirs, strict=True):
             if one != other:
                 raise ContractError(
@@ -148,7 +150,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
                     f"{kind} computes on whole matrices, but would see this rank's shard of one of shape {list(parameter.shape)}: "
                     "its update would depend on the mesh. Use an element-wise optimizer, such as meshtrain's adamw(model, ...)"
                 )
-            if scaled and isinstance(parameter, DTensor) and parameter.device_mesh.shape[-1] > 1 and parameter.device_mesh.ndim > 1:
+            if (
+                scaled
+                and isinstance(parameter, DTensor)
+                and parameter.device_mesh.shape[-1] > 1
+                and parameter.device_mesh.ndim > 1
+            ):
                 raise ContractError(
                     "torch's GradScaler shares over dp, but not over tp, that a gradient overflowed: one tp rank would skip the step "
                     "that its peers take. Use bfloat16, which needs no loss scaling: parallelize(..., param_dtype=torch.bfloat16)"

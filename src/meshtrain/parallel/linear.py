@@ -12,7 +12,20 @@ from .context import local
 from .style import Cut, Forward, Scope, Site, Style, check_nonempty
 
 FUSED_NAMES = frozenset(
-    ["qkv", "qkv_proj", "c_attn", "wqkv", "query_key_value", "in_proj_qkv", "kv_proj", "gate_up_proj", "gate_up", "w13", "w1_w3", "fc1_gate"]
+    [
+        "qkv",
+        "qkv_proj",
+        "c_attn",
+        "wqkv",
+        "query_key_value",
+        "in_proj_qkv",
+        "kv_proj",
+        "gate_up_proj",
+        "gate_up",
+        "w13",
+        "w1_w3",
+        "fc1_gate",
+    ]
 )
 """Last path segments that usually name several matrices fused into one."""
 
@@ -143,7 +156,9 @@ class Heads(Column):
         return forward
 
 
-def _parts(parts: int, heads: tuple[int | str, ...], size: int, path: str, scope: Scope, style: Style) -> tuple[int, ...]:
+def _parts(
+    parts: int, heads: tuple[int | str, ...], size: int, path: str, scope: Scope, style: Style
+) -> tuple[int, ...]:
     """Lengths of the fused parts of a dim of `size`."""
     tp = scope.sizes.tp
     if not heads:

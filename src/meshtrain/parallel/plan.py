@@ -74,7 +74,9 @@ class ParallelPlan:
         if not isinstance(data, Mapping) or not isinstance(data.get("styles"), Mapping):
             raise Refused(f"{source}: a plan is a table with a table `styles` (pattern = style) and a list `units`")
         if unknown := set(data) - {"styles", "units"}:
-            raise Refused(f"{source}: unknown key {min(unknown)!r}; a plan has `styles` and `units`{near(min(unknown), ('styles', 'units'))}")
+            raise Refused(
+                f"{source}: unknown key {min(unknown)!r}; a plan has `styles` and `units`{near(min(unknown), ('styles', 'units'))}"
+            )
         units = data.get("units", [])
         if not isinstance(units, list | tuple) or not all(isinstance(unit, str) for unit in units):
             raise Refused(f"{source}: `units` is {units!r}; it must be a list of patterns")
@@ -101,9 +103,13 @@ class ParallelPlan:
             text = path.read_text(encoding="utf-8")
             data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         except OSError as error:
-            raise Refused(f"cannot read the plan file '{path}': {error.strerror}. Give the path of a .toml or .json file") from error
+            raise Refused(
+                f"cannot read the plan file '{path}': {error.strerror}. Give the path of a .toml or .json file"
+            ) from error
         except ValueError as error:
-            raise Refused(f"the plan file '{path}' is not valid {path.suffix[1:].upper() or 'JSON'}: {error}. Correct it there") from error
+            raise Refused(
+                f"the plan file '{path}' is not valid {path.suffix[1:].upper() or 'JSON'}: {error}. Correct it there"
+            ) from error
         return cls.from_dict(data, str(path))
 
 
@@ -138,7 +144,9 @@ def _style_from(value: Any, where: str) -> Style:
     try:
         return STYLES[name](**arguments)
     except TypeError as error:
-        raise Refused(f"{where}: {name}() does not take these arguments: {error}. Correct them there, or leave them out") from error
+        raise Refused(
+            f"{where}: {name}() does not take these arguments: {error}. Correct them there, or leave them out"
+        ) from error
 
 
 def load_plan(spec: str) -> ParallelPlan:
@@ -152,7 +160,9 @@ def load_plan(spec: str) -> ParallelPlan:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise Refused(f"cannot import '{module_name}' for the plan '{spec}': {error}. Is it installed, or on PYTHONPATH?") from error
+        raise Refused(
+            f"cannot import '{module_name}' for the plan '{spec}': {error}. Is it installed, or on PYTHONPATH?"
+        ) from error
     except Refused:
         raise
     except Exception as error:  # whatever a user's module may raise

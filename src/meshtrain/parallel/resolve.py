@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
 from . import dropout
 from .layout import MeshSizes, ParamLayout
-from .linear import matrix_dims
 from .plan import ParallelPlan, folded, matches, near
+from .stock import stock_cuts
 from .stream import SUBTREE
 from .style import Cut, Scope, Style, layout_of
 
@@ -69,12 +68,20 @@ class Resolved:
         rows: dict[tuple[str, ...], int] = defaultdict(int)
         for layout in self.layouts:
             placements = "  ".join(str(placement) for placement in layout.placements)
-            row = (folded(layout.name), str(list(layout.shape)), placements, str(list(layout.local_shape(0, 0))), layout.entry)
+            row = (
+                folded(layout.name),
+                str(list(layout.shape)),
+                placements,
+                str(list(layout.local_shape(0, 0))),
+                layout.entry,
+            )
             rows[row] += 1
         table: list[tuple[str, ...]] = [("parameter", "shape", "dp, tp", "at (0, 0)", "entry", "")]
         table += [(*row, f"x{count}" if count > 1 else "") for row, count in rows.items()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+        )
 
 
 def resolve(
@@ -122,13 +129,19 @@ def _select(pattern: str, modules: Mapping[str, nn.Module], what: str, plan: Par
     found = [path for path in modules if (path == pattern if pattern == "" else path and matches(pattern, path))]
     if not found:
         paths = {folded(path) for path in modules if path} | {path for path in modules if path}
-        parameters = {f"{path}.{name}" if path else name for path, m in modules.items() for name, _ in m.named_parameters(recurse=False)}
+        parameters = {
+            f"{path}.{name}" if path else name
+            for path, m in modules.items()
+            for name, _ in m.named_parameters(recurse=False)
+        }
         if any(matches(pattern, name) for name in parameters):
             owner = pattern.rpartition(".")[0]
             hint = f"; it names a parameter, and a plan names modules: write '{owner}'"
         else:
             hint = near(pattern, paths) or ". Correct the pattern, or drop it"
-        raise Refused(f"{plan.source}: the {what} '{pattern}' matches no module of the {type(modules['']).__name__}{hint}")
+        raise Refused(
+            f"{plan.source}: the {what} '{pattern}' matches no module of the {type(modules['']).__name__}{hint}"
+        )
     return found
 
 
@@ -152,37 +165,13 @@ def _entries(plan: ParallelPlan, model: nn.Module, scope: Scope) -> dict[str, En
                 f"change. Name the modules in it: '{path}.*'"
             )
         label = path or type(model).__name__
-        cuts = style.cover(modules[path], label, scope) if isinstance(style, Style) else _torch_cuts(style, modules[path], label, scope)
+        cuts = (
+            style.cover(modules[path], label, scope)
+            if isinstance(style, Style)
+            else stock_cuts(style, modules[path], label, scope)
+        )
         entries[path] = Entry(chosen[path], style, cuts)
     return entries
-
-
-def _torch_cuts(style: ParallelStyle, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
-    """What torch's own styles do to a module's parameters. DTensor reduces their gradients, so all are whole."""
-    if isinstance(style, torch_styles.PrepareModuleInput | torch_styles.PrepareModuleOutput | torch_styles.PrepareModuleInputOutput):
-        return {}
-    if isinstance(style, torch_styles.SequenceParallel):
-        return {name: Cut(None) for name, _ in module.named_parameters(recurse=False)}
-    if not isinstance(style, torch_styles.ColwiseParallel | torch_styles.RowwiseParallel):
-        raise Refused(
-            f"'{path}': the style {type(style).__name__} does not tell how it cuts parameters. Use torch's Colwise-, Rowwise- "
-            "or SequenceParallel or PrepareModule*, or subclass meshtrain.parallel.Style"
-        )
-    colwise = isinstance(style, torch_styles.ColwiseParallel)
-    if isinstance(module, nn.Embedding):
-        cuts = {"weight": Cut(1 if colwise else 0)}
-    else:
-        matrix_dims(module, path, type(style).__name__)
-        cuts = {"weight": Cut(0 if colwise else 1)}
-        if module.bias is not None:
-            cuts["bias"] = Cut(0) if colwise else Cut(None)
-    for name, cut in cuts.items():
-        if cut.dim is not None and (size := module.get_parameter(name).shape[cut.dim]) % scope.sizes.tp:
-            raise Refused(
-                f"'{path}.{name}': torch's {type(style).__name__} cuts dim {cut.dim} of size {size}, which tp {scope.sizes.tp} "
-                "does not divide; torch is wrong there. Use meshtrain's own style, which is right for any size"
-            )
-    return cuts
 
 
 def _within(path: str, outer: str) -> bool:
@@ -196,7 +185,9 @@ def _units(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry]) -
     for pattern in plan.units:
         for path in _select(pattern, modules, "unit", plan):
             if path in chosen:
-                raise Refused(f"{plan.source}: the unit '{path}' is named twice, by '{chosen[path]}' and by '{pattern}'. Drop one")
+                raise Refused(
+                    f"{plan.source}: the unit '{path}' is named twice, by '{chosen[path]}' and by '{pattern}'. Drop one"
+                )
             if path == "":
                 raise Refused(f"{plan.source}: the whole model is the root unit already; leave '' out of `units`")
             if isinstance(modules[path], CONTAINERS):
@@ -253,9 +244,14 @@ def _layouts(
         if parameter.ndim == 0:
             raise Refused(f"the parameter '{names[0]}' has no dims, and FSDP cuts dim 0. Make it a tensor of shape [1]")
         if not parameter.is_floating_point():
-            raise Refused(f"the parameter '{names[0]}' is {parameter.dtype}; parameters must be floating point. Make it a buffer")
+            raise Refused(
+                f"the parameter '{names[0]}' is {parameter.dtype}; parameters must be floating point. Make it a buffer"
+            )
         found = [(name, covered[name]) for name in names if name in covered]
-        made = [layout_of(name, parameter, cut, sizes, unit=_unit_of(name, units), entry=entry.pattern) for name, (_, entry, cut) in found]
+        made = [
+            layout_of(name, parameter, cut, sizes, unit=_unit_of(name, units), entry=entry.pattern)
+            for name, (_, entry, cut) in found
+        ]
         first = replace(made[0], aliases=tuple(name for name in names if name != made[0].name))
         for other in made[1:]:
             _check_tie(plan, first, other)
@@ -322,7 +318,10 @@ def _check_dropout(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, E
                 "nn.Dropout, whose masks meshtrain makes right on any mesh, or p=0"
             )
         if isinstance(module, dropout.MODULES) and module.p > 0 and sizes.world > 1:
-            if not any(path == styled or (_within(path, styled) and isinstance(e.style, SUBTREE)) for styled, e in entries.items()):
+            if not any(
+                path == styled or (_within(path, styled) and isinstance(e.style, SUBTREE))
+                for styled, e in entries.items()
+            ):
                 raise Refused(
                     f"{plan.source} does not cover '{path}', a dropout with p={module.p}: ranks would draw the same mask where "
                     f"they must differ, or other ones where they must agree. Add '{folded(path)}': sequence() between the "
@@ -338,11 +337,19 @@ def _uncovered(plan: ParallelPlan, model: nn.Module, missing: list[str]) -> str:
         owner = name.rpartition(".")[0]
         kind = type(modules.get(owner, model)).__name__
         if "Norm" in kind:
-            style = "sequence()" if any(isinstance(s, Style) and s.begins_stream for s in plan.styles.values()) else "replicate()"
+            style = (
+                "sequence()"
+                if any(isinstance(s, Style) and s.begins_stream for s in plan.styles.values())
+                else "replicate()"
+            )
         else:
-            style = {"Linear": "column(), row() or replicate()", "Embedding": "embedding() or replicate()"}.get(kind, "replicate()")
+            style = {"Linear": "column(), row() or replicate()", "Embedding": "embedding() or replicate()"}.get(
+                kind, "replicate()"
+            )
         suggestions.setdefault(folded(owner), style)
-    shown = ", ".join(f"'{name}'" for name in missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+    shown = ", ".join(f"'{name}'" for name in missing[:4]) + (
+        f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    )
     lines = "; ".join(f"{pattern!r}: {style}" for pattern, style in list(suggestions.items())[:4])
     return (
         f"{plan.source} covers no {'parameter' if len(missing) == 1 else 'parameters'} {shown}. Every parameter needs an entry, "

@@ -95,7 +95,9 @@ class Style(ParallelStyle):
             name: layout_of(name, module.get_parameter(name), cut, scope.sizes, unit="", entry="")
             for name, cut in cuts.items()
         }
-        return Applied(self, type(module).__name__, TensorParallel.of(device_mesh), scope, layouts)._apply(module, device_mesh)
+        return Applied(self, type(module).__name__, TensorParallel.of(device_mesh), scope, layouts)._apply(
+            module, device_mesh
+        )
 
     def __str__(self) -> str:
         arguments = ", ".join(

@@ -28,7 +28,9 @@ class Embedding(Style):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         if not isinstance(module, nn.Embedding):
-            raise Refused(f"'{path}' is a {type(module).__name__}, and embedding() is for nn.Embedding. Use column(), row() or replicate() for it")
+            raise Refused(
+                f"'{path}' is a {type(module).__name__}, and embedding() is for nn.Embedding. Use column(), row() or replicate() for it"
+            )
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise Refused(
@@ -79,7 +81,9 @@ class Head(Style):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         if not isinstance(module, nn.Linear):
-            raise Refused(f"'{path}' is a {type(module).__name__}, and head() is for nn.Linear. Use embedding() or replicate() for it")
+            raise Refused(
+                f"'{path}' is a {type(module).__name__}, and head() is for nn.Linear. Use embedding() or replicate() for it"
+            )
         check_nonempty(module.out_features, "the vocabulary", path, scope.sizes.tp)
         return {"weight": Cut(0)} | ({"bias": Cut(0)} if module.bias is not None else {})
 
@@ -94,10 +98,8 @@ class Head(Style):
             whole = tp.enter(x, path)
             tp.reset()
             if labels is not None:
-                weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-                return linear_cross_entropy(
-                    whole, local(weight, path), labels, bias=None if bias is None else local(bias, path), shard=shard  # type: ignore[arg-type]
-                )
+                held = {name: local(p, path) for name, p in module._parameters.items() if p is not None}
+                return linear_cross_entropy(whole, held["weight"], labels, bias=held.get("bias"), shard=shard)
             with local_parameters(site.within):
                 # Not the module's own forward: it may take labels, or do more than the product.
                 logits = nn.Linear.forward(cast(nn.Linear, module), whole)

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Only now what takes seconds to import: a mistyped flag is answered at once. All that the ranks need is here.
         from meshtrain.launch import preload, run
 
-        preload("meshtrain.recipes.prepare", "meshtrain.recipes.report", "meshtrain.train.generate", "meshtrain.train.loop")
+        preload(
+            "meshtrain.recipes.prepare", "meshtrain.recipes.report", "meshtrain.train.generate", "meshtrain.train.loop"
+        )
         from meshtrain.recipes.prepare import prepare
 
         prepared = prepare(settings)

@@ -151,7 +151,11 @@ def _check_numbers(settings: Settings) -> None:
     for flag, size in (("--dp", mesh.dp), ("--tp", mesh.tp)):
         if size < 1:
             raise Refused(f"{flag} is {size}: an axis of the mesh has 1 or more ranks. Leave the flag out for 1")
-    for flag, number in (("--seq-len", data.seq_len), ("--global-batch", data.global_batch), ("--micro-batch", data.micro_batch)):
+    for flag, number in (
+        ("--seq-len", data.seq_len),
+        ("--global-batch", data.global_batch),
+        ("--micro-batch", data.micro_batch),
+    ):
         if number is not None and number < 1:
             raise Refused(f"{flag} is {number}: it must be 1 or more. Correct it")
     check_batching(data.global_batch, mesh.dp, data.micro_batch)
@@ -177,8 +181,12 @@ def _model_of(settings: Settings) -> tuple[str, LlamaConfig]:
         folder = Path(source)
         if not folder.is_dir():
             if folder.exists():
-                raise Refused(f"--init-from {source}: is one file and has no config.json beside it that is sure to be its. Name the model with --model")
-            raise Refused(f"--init-from {source}: no such directory. Give a model directory with config.json and model.safetensors")
+                raise Refused(
+                    f"--init-from {source}: is one file and has no config.json beside it that is sure to be its. Name the model with --model"
+                )
+            raise Refused(
+                f"--init-from {source}: no such directory. Give a model directory with config.json and model.safetensors"
+            )
         # Not by name: a directory may be called like a size.
         return folder.resolve().name, LlamaConfig.from_pretrained_dir(folder)
     config = config_for(spec)
@@ -206,7 +214,9 @@ def _generation_of(settings: Settings, config: LlamaConfig) -> dict[str, Any]:
     if source is not None and (file := Path(source) / "generation_config.json").is_file():
         return read_json(file)
     tokens = config.to_hf()
-    found = {name: tokens[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if tokens.get(name) is not None}
+    found = {
+        name: tokens[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if tokens.get(name) is not None
+    }
     return {"_from_model_config": True, **found}
 
 
@@ -222,13 +232,19 @@ def _targets_of(settings: Settings, name: str) -> tuple[Path, Path]:
     export = Path(output.export) if output.export is not None else out / "export"
     flag = "--export" if output.export is not None else "--out"
     if _within(out, export):
-        raise Refused(f"--export {export}: is or holds the directory of the run, {out}. Choose a directory beside or in it")
+        raise Refused(
+            f"--export {export}: is or holds the directory of the run, {out}. Choose a directory beside or in it"
+        )
     source = settings.model.init_from
     if source is not None and (_within(export, Path(source)) or _within(Path(source), export)):
-        raise Refused(f"{flag}: {export} and --init-from {source} are the same, or one is in the other. Choose another directory")
+        raise Refused(
+            f"{flag}: {export} and --init-from {source} are the same, or one is in the other. Choose another directory"
+        )
     check_target(export)
     if export.is_dir() and any(export.iterdir()):
-        raise Refused(f"{flag}: {export} holds a model already, and nothing is overwritten. Choose another directory, or remove this one")
+        raise Refused(
+            f"{flag}: {export} holds a model already, and nothing is overwritten. Choose another directory, or remove this one"
+        )
     _check_writable(out, "--out")
     _check_writable(export, flag)
     return out, export

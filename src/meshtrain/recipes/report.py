@@ -77,7 +77,10 @@ def introduce(console: RunConsole, run: Run, dataset: TokenDataset, out: Path) -
     weights = f"weights of {run.settings.model.init_from}" if run.settings.model.init_from else f"seed {training.seed}"
     ranks = chosen.dp * chosen.tp
     console.label("model", f"{run.name}, {count(run.parameters)} parameters, {run.settings.model.dtype}, {weights}")
-    console.label("mesh", ", ".join([f"dp {chosen.dp} x tp {chosen.tp} = {ranks} rank{'s' * (ranks > 1)} on {run.device}", *switches]))
+    console.label(
+        "mesh",
+        ", ".join([f"dp {chosen.dp} x tp {chosen.tp} = {ranks} rank{'s' * (ranks > 1)} on {run.device}", *switches]),
+    )
     console.label(
         "data",
         f"{data.data or 'embedded text'}, {count(len(dataset) * data.seq_len)} tokens; a step takes {data.global_batch} "
@@ -120,7 +123,9 @@ def _plan_as_data(run: Run) -> dict[str, Any] | str:
 def summarise(console: RunConsole, trained: Trained, steps: int) -> None:
     """Say how the loop went."""
     if trained.stopped:
-        console.say(f"interrupted after step {trained.steps} of {steps}; exporting the model as it is", style="bold yellow")
+        console.say(
+            f"interrupted after step {trained.steps} of {steps}; exporting the model as it is", style="bold yellow"
+        )
     if trained.steps:
         console.say(
             f"first loss {trained.first_loss:.4f}, last loss {trained.last_loss:.4f}, {trained.steps} steps in "
@@ -161,6 +166,10 @@ def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:
     console.say("what to do next", style="bold")
     console.say("  use the model in Python:")
     console.say("    from transformers import AutoModelForCausalLM, AutoTokenizer")
-    console.say(f"    model, tokenizer = (kind.from_pretrained({str(export)!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))")
+    console.say(
+        f"    model, tokenizer = (kind.from_pretrained({str(export)!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))"
+    )
     console.say("  train it further, on this mesh or any other:")
-    console.say(f"    python -m meshtrain.recipes.llama --dp {chosen.dp} --tp {chosen.tp} --init-from {shlex.quote(str(export))}")
+    console.say(
+        f"    python -m meshtrain.recipes.llama --dp {chosen.dp} --tp {chosen.tp} --init-from {shlex.quote(str(export))}"
+    )

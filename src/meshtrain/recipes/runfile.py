@@ -34,7 +34,12 @@ def read_settings(arguments: Sequence[str], *, program: str, description: str) -
     if (file := _config_of(arguments)) is not None:
         defaults = read_run_file(file, defaults)
     return tyro.cli(
-        Settings, prog=program, description=description, args=list(arguments), default=defaults, config=(tyro.conf.OmitArgPrefixes,)
+        Settings,
+        prog=program,
+        description=description,
+        args=list(arguments),
+        default=defaults,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
@@ -54,8 +59,12 @@ def read_run_file(path: str | Path, defaults: Settings | None = None) -> Setting
         name = key.replace("-", "_")
         if name not in FIELDS:
             if isinstance(value, Mapping):
-                raise Refused(f"{where}: [{key}] is a table, but a run file is flat. Write its keys at the top, without tables")
-            raise Refused(f"{where}: unknown key {key!r}{nearest(key, FLAGS[1:]) or '.'} The keys are the flags of the command line: see --help")
+                raise Refused(
+                    f"{where}: [{key}] is a table, but a run file is flat. Write its keys at the top, without tables"
+                )
+            raise Refused(
+                f"{where}: unknown key {key!r}{nearest(key, FLAGS[1:]) or '.'} The keys are the flags of the command line: see --help"
+            )
         held = groups.setdefault(GROUP_OF[name], {})
         if name in held:
             raise Refused(f"{where}: {key!r} is given twice, once with - and once with _. Remove one of the two")

@@ -24,7 +24,10 @@ class MeshSettings:
     """Ranks along the data axis: FSDP2 shards parameters and optimizer over it, and it divides the batch."""
     tp: int = 1
     """Ranks along the tensor axis: each computes a part of every matrix."""
-    device: Annotated[Literal["cpu", "cuda"] | None, arg(metavar="{cpu,cuda}", help_behavior_hint="(default: cuda where there is one)")] = None
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        arg(metavar="{cpu,cuda}", help_behavior_hint="(default: cuda where there is one)"),
+    ] = None
     """Where the ranks compute."""
     plan: Annotated[str | None, arg(metavar="PLAN", help_behavior_hint="(default: the model's own)")] = None
     """Parallel plan to use instead: package.module:name, or a .toml or .json file."""
@@ -42,9 +45,13 @@ class MeshSettings:
 class ModelSettings:
     """What is trained."""
 
-    model: Annotated[str | None, arg(metavar="MODEL", help_behavior_hint="(default: debug, or the model of --init-from)")] = None
+    model: Annotated[
+        str | None, arg(metavar="MODEL", help_behavior_hint="(default: debug, or the model of --init-from)")
+    ] = None
     """A size (debug, llama3.2-1b, llama3.2-3b, llama3.1-8b, llama3.1-70b, llama3.1-405b), a config.json, or its directory."""
-    init_from: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: random weights from --seed)")] = None
+    init_from: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: random weights from --seed)")] = (
+        None
+    )
     """Hugging Face model directory (safetensors) whose weights the run starts from."""
     dtype: Dtype = "fp32"
     """Compute dtype. bf16 keeps fp32 master weights and reduces gradients in fp32; fp64 is for checks of exactness."""
@@ -56,7 +63,9 @@ class DataSettings:
 
     data: Annotated[str | None, arg(metavar="PATH", help_behavior_hint="(default: an embedded text of 1 MB)")] = None
     """A text, JSONL or Parquet file, or a folder of them. Tokenised once, then cached."""
-    tokenizer: Annotated[str | None, arg(metavar="TOKENIZER", help_behavior_hint="(default: that of --init-from, else bytes)")] = None
+    tokenizer: Annotated[
+        str | None, arg(metavar="TOKENIZER", help_behavior_hint="(default: that of --init-from, else bytes)")
+    ] = None
     """"bytes", a tokenizer.json, or a directory that holds one."""
     seq_len: int = 128
     """Tokens in a sequence."""
@@ -74,7 +83,9 @@ class TrainingSettings:
     """Optimisation steps. 0 initialises and exports only."""
     lr: float = 3e-3
     """Highest learning rate."""
-    warmup: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: a tenth of --steps, at most 2000)")] = None
+    warmup: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: a tenth of --steps, at most 2000)")
+    ] = None
     """Steps over which the learning rate rises to --lr."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After the warm-up: fall to a tenth as a cosine or a line, over the last fifth only (wsd), or stay."""
@@ -84,7 +95,6 @@ class TrainingSettings:
     """Gradients are scaled down to this norm where theirs is larger; inf turns clipping off."""
     seed: int = 0
     """Decides the initial weights, the order of the data and the sample of text."""
-
 
     @property
     def warmup_steps(self) -> int:
@@ -100,7 +110,9 @@ class OutputSettings:
     """Directory of the run: metrics.jsonl, settings.json and, unless --export says otherwise, export/."""
     export: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: OUT/export)")] = None
     """Directory for the trained model, in the form that transformers opens."""
-    export_dtype: Annotated[ExportDtype | None, arg(metavar="{fp32,bf16,fp16,fp64}", help_behavior_hint="(default: that of the weights)")] = None
+    export_dtype: Annotated[
+        ExportDtype | None, arg(metavar="{fp32,bf16,fp16,fp64}", help_behavior_hint="(default: that of the weights)")
+    ] = None
     """Dtype of the exported weights."""
     sample: int = 120
     """Tokens of text that the model writes at the end; 0 for none."""

@@ -101,9 +101,7 @@ def parse_size(size: int | str) -> int:
         if match and match[2].upper() in _UNITS:
             size = int(float(match[1]) * _UNITS[match[2].upper()])
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise Refused(
-            f"max_shard_size {size!r}: give a number of bytes above 0, as in 5000000000, '5GB' or '512MiB'"
-        )
+        raise Refused(f"max_shard_size {size!r}: give a number of bytes above 0, as in 5000000000, '5GB' or '512MiB'")
     return size
 
 

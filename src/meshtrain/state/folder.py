@@ -51,9 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model directory. Raises Refused."""
     with open_regular(path) as (descriptor, size):
         if size > HEADER_LIMIT:
-            raise Refused(
-                f"{path}: {size} bytes is above the limit of {HEADER_LIMIT} bytes for a JSON file of a model"
-            )
+            raise Refused(f"{path}: {size} bytes is above the limit of {HEADER_LIMIT} bytes for a JSON file of a model")
         raw = b""
         while len(raw) < size and (more := os.pread(descriptor, size - len(raw), len(raw))):
             raw += more
@@ -71,9 +69,7 @@ def regular_inside(folder: Path, name: str) -> Path:
         home, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
         cached = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
         if not cached and not real.is_relative_to(home):
-            raise Refused(
-                f"{path}: is a symbolic link to {real}, outside its folder; copy the file into the folder"
-            )
+            raise Refused(f"{path}: is a symbolic link to {real}, outside its folder; copy the file into the folder")
     return path
 
 
@@ -82,8 +78,7 @@ def _from_index(folder: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise Refused(
-            f"{index}: field weight_map must map every key to the file that holds it; fetch or export it "
-            f"again"
+            f"{index}: field weight_map must map every key to the file that holds it; fetch or export it again"
         )
     for key, name in weight_map.items():
         if not isinstance(name, str) or not _is_plain(name):
@@ -95,9 +90,7 @@ def _from_index(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name in sorted(set(weight_map.values())):
         if not os.path.lexists(folder / name):
-            raise Refused(
-                f"{index}: names {shown(name)}, which is missing from {folder}; fetch that file as well"
-            )
+            raise Refused(f"{index}: names {shown(name)}, which is missing from {folder}; fetch that file as well")
         held = read_header(regular_inside(folder, name))
         listed = {key for key, file in weight_map.items() if file == name}
         absent = sorted(listed - held.keys())

@@ -97,9 +97,7 @@ def open_regular(path: Path) -> Iterator[tuple[int, int]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) if stat.S_ISREG(mode) else -1
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise Refused(
-            f"{path}: cannot be opened ({reason}). Give the path of a safetensors file that exists"
-        ) from None
+        raise Refused(f"{path}: cannot be opened ({reason}). Give the path of a safetensors file that exists") from None
     if descriptor < 0:
         raise Refused(
             f"{path}: is not a regular file. Weights are read from regular files only; copy the data into one"
@@ -139,9 +137,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorEntry]:
                 f"safetensors file or a damaged one; {_AGAIN}"
             )
         if 8 + length > size:
-            raise Refused(
-                f"{path}: header length {length} goes past the end of the file ({size} bytes); {_AGAIN}"
-            )
+            raise Refused(f"{path}: header length {length} goes past the end of the file ({size} bytes); {_AGAIN}")
         raw = os.pread(descriptor, length, 8)
         if len(raw) != length:
             raise Refused(f"{path}: the file became shorter while its header was read; {_AGAIN}")
@@ -163,9 +159,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorEntry]:
         end += entry.nbytes
     if end != size:
         state = "truncated" if end > size else "followed by bytes that belong to no tensor"
-        raise Refused(
-            f"{path}: the header describes {end} bytes, the file has {size}: it is {state}; {_AGAIN}"
-        )
+        raise Refused(f"{path}: the header describes {end} bytes, the file has {size}: it is {state}; {_AGAIN}")
     return dict(entries)
 
 
@@ -181,9 +175,7 @@ def _entry(path: Path, key: str, field: Any, base: int) -> TensorEntry:
     if ".." in key.replace("\\", "/").split("/") or key.startswith(("/", "\\")):
         raise refuse("the name is a path that leads elsewhere, which no parameter has")
     if not isinstance(field, dict):
-        raise refuse(
-            f"described by a {type(field).__name__}, not by an object with dtype, shape and data_offsets"
-        )
+        raise refuse(f"described by a {type(field).__name__}, not by an object with dtype, shape and data_offsets")
     dtype, shape, offsets = field.get("dtype"), field.get("shape"), field.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise refuse(f"dtype {shown(str(dtype))} is not one of {', '.join(DTYPES)}")
@@ -191,20 +183,14 @@ def _entry(path: Path, key: str, field: Any, base: int) -> TensorEntry:
         raise refuse(f"shape {shown(str(shape))} must be a list of integers from 0 to 2^63 - 1")
     if len(shape) > 64 or math.prod(size for size in shape if size) >= 2**63:
         raise refuse(f"shape {shown(str(shape))} has more than 64 dims or 2^63 elements")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or not all(type(offset) is int for offset in offsets)
-    ):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
         raise refuse(f"data_offsets {shown(str(offsets))} must be two integers")
     begin, end = offsets
     if not 0 <= begin <= end < 2**63:
         raise refuse(f"data_offsets [{shown(str(begin))}, {shown(str(end))}] must be an interval from 0 up")
     bits = math.prod(shape) * DTYPES[dtype][0]
     if bits % 8 or bits // 8 != end - begin:
-        raise refuse(
-            f"data_offsets hold {end - begin} bytes, dtype {dtype} and shape {shape} need {bits / 8:g}"
-        )
+        raise refuse(f"data_offsets hold {end - begin} bytes, dtype {dtype} and shape {shape} need {bits / 8:g}")
     return TensorEntry(path, dtype, tuple(shape), base + begin, end - begin)
 
 

@@ -34,8 +34,7 @@ def hf_config(model: nn.Module) -> dict[str, Any] | None:
                 result["architectures"] = [_class_name(model)]
             return result
     raise ContractError(
-        f"model.config is a {type(config).__name__}; config.json needs a dict, or an object with to_hf() or "
-        f"to_dict()"
+        f"model.config is a {type(config).__name__}; config.json needs a dict, or an object with to_hf() or to_dict()"
     )
 
 
@@ -47,9 +46,7 @@ def hf_generation_config(model: nn.Module, given: Any) -> dict[str, Any] | None:
     for method in ("to_diff_dict", "to_dict"):
         if callable(convert := getattr(config, method, None)):
             return dict(convert())
-    raise ContractError(
-        f"generation_config is a {type(config).__name__}; give a dict, or an object with to_dict()"
-    )
+    raise ContractError(f"generation_config is a {type(config).__name__}; give a dict, or an object with to_dict()")
 
 
 def settle_keys(
@@ -142,8 +139,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     files = [file for file in files if file.is_file() and file.name in TOKENIZER_FILES]
     if not files:
         raise Refused(
-            f"{source}: holds no tokenizer; give a directory with one of {', '.join(TOKENIZER_FILES[:4])}, "
-            f"or that file"
+            f"{source}: holds no tokenizer; give a directory with one of {', '.join(TOKENIZER_FILES[:4])}, or that file"
         )
     for file in files:
         shutil.copyfile(file, folder / file.name)

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshtrain.errors import ContractError
-from meshtrain.parallel.apply import allocate, state_of
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
+from meshtrain.parallel.materialise import allocate
+from meshtrain.parallel.state import state_of
 from meshtrain.state.filemap import parse_dtype, parse_size
 from meshtrain.state.folder import inspect_pretrained
 from meshtrain.state.hf_files import (
@@ -147,9 +148,7 @@ def save_shards(
     return write_directory(plan, path, fill, beside, held.team, shared=shared)
 
 
-def load_pretrained(
-    model: nn.Module, path: str | os.PathLike[str], *, join_seconds: float = JOIN_SECONDS
-) -> None:
+def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, join_seconds: float = JOIN_SECONDS) -> None:
     """Fill a model's parameters and persistent buffers from a Hugging Face directory or one .safetensors
     file.
 
@@ -224,8 +223,7 @@ def _whole(name: str, buffer: Tensor) -> Tensor:
         return buffer.detach()
     if not all(placement.is_replicate() for placement in buffer.placements):
         raise ContractError(
-            f"buffer {name} is cut over the mesh ({buffer.placements}); buffers have to be whole on every "
-            f"rank"
+            f"buffer {name} is cut over the mesh ({buffer.placements}); buffers have to be whole on every rank"
         )
     return buffer.to_local().detach()
 

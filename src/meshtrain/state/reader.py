@@ -41,9 +41,7 @@ def read_own(
                 read_shard(descriptor, entry, spec, coordinate, shards[spec.name], staging)
 
 
-def check_copies(
-    specs: Sequence[TensorSpec], sources: Sources, coordinate: tuple[int, int], staging: Staging
-) -> None:
+def check_copies(specs: Sequence[TensorSpec], sources: Sources, coordinate: tuple[int, int], staging: Staging) -> None:
     """Raise Refused when a tied parameter is stored under several names with different values."""
     for spec in specs:
         first, *others = sources[spec.name]

@@ -107,9 +107,7 @@ def layouts_of_plain(model: nn.Module) -> list[ParamLayout]:
     ]
 
 
-def specs_of(
-    layouts: Iterable[ParamLayout], buffers: Mapping[str, torch.Tensor] | None = None
-) -> list[TensorSpec]:
+def specs_of(layouts: Iterable[ParamLayout], buffers: Mapping[str, torch.Tensor] | None = None) -> list[TensorSpec]:
     """The tensors of a model in its own order: parameters, then persistent buffers."""
     specs = [TensorSpec(p.name, p.name, p.names, p.shape, p.dtype, p) for p in layouts]
     for name, buffer in (buffers or {}).items():

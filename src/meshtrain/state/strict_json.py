@@ -20,8 +20,7 @@ def parse_object(raw: bytes, origin: str) -> dict[str, Any]:
     """
     if not raw.startswith(b"{"):
         raise Refused(
-            f"{origin}: starts with {bytes(raw[:8])!r} and not with "
-            f"'{{'. It has to be one JSON object; {_AGAIN}"
+            f"{origin}: starts with {bytes(raw[:8])!r} and not with '{{'. It has to be one JSON object; {_AGAIN}"
         )
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)

@@ -89,9 +89,7 @@ class Team:
                 lines.setdefault(text[1:].decode(errors="replace"), []).append(rank)
         if list(lines.values()) == [list(range(self.size))]:
             raise kind(next(iter(lines))) from error
-        raise kind(
-            "\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in lines.items())
-        ) from error
+        raise kind("\n".join(f"rank {', '.join(map(str, who))}: {text}" for text, who in lines.items())) from error
 
     def same(self, digest: bytes, what: str) -> None:
         """Raise ContractError on every rank unless all bring the same `digest`."""

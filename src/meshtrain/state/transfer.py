@@ -194,8 +194,7 @@ def _pread(descriptor: int, into: memoryview, entry: TensorEntry, offset: int, t
         count = os.preadv(descriptor, [into], offset)
         if count == 0:
             raise Refused(
-                f"{entry.file}: ends at byte {offset}, before the tensor that was there; it changed while "
-                f"it was read"
+                f"{entry.file}: ends at byte {offset}, before the tensor that was there; it changed while it was read"
             )
         traffic.read += count
         traffic.calls += 1

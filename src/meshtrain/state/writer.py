@@ -58,9 +58,7 @@ def plan_save(
     return SavePlan({spec.key: spec for spec in specs}, dtypes, files)
 
 
-def check_shards(
-    specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coordinate: tuple[int, int]
-) -> None:
+def check_shards(specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coordinate: tuple[int, int]) -> None:
     """Raise ContractError unless this rank holds, in memory, exactly the part of every tensor that the
     layouts give it.
     """
@@ -138,9 +136,7 @@ def relay_to_first(
                     for block in spec.blocks(*coordinate):
                         for piece in pieces(block, staging.nbytes // dtype.itemsize):
                             if team.rank == owner and error is None:
-                                local = (
-                                    shards[spec.name].detach().reshape(spec.local_shape(*coordinate) or (1,))
-                                )
+                                local = shards[spec.name].detach().reshape(spec.local_shape(*coordinate) or (1,))
                                 error = attempt(stage, spec.name, local[piece.local], dtype, staging)
                             data = staging.tensor(dtype, piece.shape).view(-1).view(torch.uint8)
                             if owner != 0 and team.rank == owner:

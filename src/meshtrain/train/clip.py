@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ContractError, MeshtrainError
-from ..parallel.apply import ParallelState, find_state
 from ..parallel.guards import PeerCheck
+from ..parallel.state import ParallelState, find_state
 from ..parallel.watch import PathCheck
 
 
@@ -66,7 +66,9 @@ def clip_and_sum(
     shards = [_local(gradient) for _, gradient in held]
     world = dist.get_world_size() if dist.is_initialized() else 1
     device = shards[0].device if shards else torch.device("cpu")
-    powers = _powers([(shard, _holders(gradient, world)) for shard, (_, gradient) in zip(shards, held)], norm_type, device)
+    powers = _powers(
+        [(shard, _holders(gradient, world)) for shard, (_, gradient) in zip(shards, held)], norm_type, device
+    )
     guards = [state.peers.contribution(), state.paths.contribution()] if state is not None else []
     total, sums = _reduce(powers, [*also, *guards], math.isinf(norm_type), device, world, state)
     if state is not None:
@@ -124,7 +126,11 @@ def _reduce(
         return numbers[0], numbers[1:]
     # The maximum cannot share a sum: every rank's numbers are gathered, still in one collective.
     everyone = numbers.new_empty(world * len(numbers)) if largest else numbers
-    work = dist.all_gather_into_tensor(everyone, numbers, async_op=True) if largest else dist.all_reduce(numbers, async_op=True)
+    work = (
+        dist.all_gather_into_tensor(everyone, numbers, async_op=True)
+        if largest
+        else dist.all_reduce(numbers, async_op=True)
+    )
     if state is not None and device.type == "cpu":
         state.watch.wait(work, "reducing the gradient norm")
     else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ContractError
-from ..parallel.apply import find_state
+from ..parallel.state import find_state
 
 
 @torch.no_grad()

@@ -108,6 +108,9 @@ def git_revision() -> dict[str, Any] | None:
         return done.stdout.strip()
 
     try:
-        return {"revision": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {
+            "revision": git("rev-parse", "HEAD"),
+            "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
     except (OSError, subprocess.SubprocessError):
         return None

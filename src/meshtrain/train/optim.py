@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ContractError
-from ..parallel.apply import state_of
+from ..parallel.state import state_of
 
 
 class AdamW(torch.optim.Optimizer):

@@ -44,6 +44,8 @@ def check_schedule(steps: int, warmup: int, peak: float) -> None:
     if steps < 0:
         raise Refused(f"--steps is {steps}; it must be 0 (initialise and export only) or more. Correct it")
     if warmup < 0 or (steps and warmup > steps):
-        raise Refused(f"--warmup is {warmup} steps; it must lie between 0 and --steps ({steps}). Shorten it, or train for more steps")
+        raise Refused(
+            f"--warmup is {warmup} steps; it must lie between 0 and --steps ({steps}). Shorten it, or train for more steps"
+        )
     if not peak > 0 or math.isinf(peak):
         raise Refused(f"--lr is {peak}; it must be a positive number. Correct it")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ContractError
-from ..parallel.apply import ParallelState, state_of
 from ..parallel.cross_entropy import IGNORED, cross_entropy
+from ..parallel.state import ParallelState, state_of
 from .clip import NonFinite, clip_and_sum
 
 MicroBatch = tuple[Tensor, Tensor]
