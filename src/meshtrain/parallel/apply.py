@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ContractError, Refused
@@ -43,7 +44,7 @@ def parallelize(
     sequence_parallel: bool | None = None,
     loss_parallel: bool = True,
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
     activation_checkpointing: bool = False,
     compile_backend: str | None = None,
@@ -56,8 +57,8 @@ def parallelize(
     gradients are averaged over dp.
 
     sequence_parallel, loss_parallel: see `resolve`.
-    param_dtype, reduce_dtype: compute in another dtype than the (master) parameters have, and reduce gradients in the
-        second one, over both axes.
+    param_dtype: compute in another dtype than the (master) parameters have. reduce_dtype: reduce gradients over dp in this
+        one (float32 when there is a param_dtype); their sums over tp are made in the dtype of the parameters.
     activation_checkpointing: recompute each unit in the backward pass. compile_backend: compile each unit with this
         torch.compile backend. seed: of dropout masks.
 
@@ -90,9 +91,8 @@ def parallelize(
         if activation_checkpointing:
             # Around what is compiled: the contexts of a second run cannot be traced.
             unit.forward = _checkpointed(unit.forward, tp)
-    policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype if param_dtype is not None else None
-    )
+    reduce_dtype = reduce_dtype or (torch.float32 if param_dtype is not None else None)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     watch, paths = Watch(dp_mesh.get_group()), PathCheck(mesh.get_rank(), sizes.world)
     for name, unit in zip([*resolved.units, ""], [*units, model], strict=True):
         # The root's backward begins as soon as its forward ends: None keeps it gathered in between.
@@ -101,9 +101,10 @@ def parallelize(
         if mesh.device_type == "cpu" and sizes.dp > 1:
             cast(FSDPModule, unit).set_custom_all_gather(WatchedAllGather(watch, name))  # type: ignore[arg-type]
             cast(FSDPModule, unit).set_custom_reduce_scatter(ExchangeReduceScatter(watch, name))  # type: ignore[arg-type]
-    reduce_unused([*units, model], paths.see)
     _check_layouts(model, resolved, mesh)
-    attach(_install_hooks(model, mesh, resolved, tp, watch, paths))
+    state = _install_hooks(model, mesh, resolved, tp, watch, paths)
+    reduce_unused([*units, model], paths.see, state.gradients.begin)
+    attach(state)
     log.info(
         "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
         type(model).__name__, sizes.dp, sizes.tp, sum(layout.numel for layout in resolved.layouts), len(units) + 1,
@@ -116,6 +117,11 @@ def _axes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     if mesh.mesh_dim_names != ("dp", "tp"):
         raise Refused(
             f"the mesh has the axes {mesh.mesh_dim_names}; meshtrain needs ('dp', 'tp'): use init_mesh(dp, tp)"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise Refused(
+            f"the mesh has {mesh.size()} ranks, but the process group has {dist.get_world_size()}: meshtrain's mesh takes all of "
+            "them. Start as many ranks as the mesh has"
         )
     return mesh["dp"], mesh["tp"]
 
@@ -183,6 +189,7 @@ def _install_hooks(
     )
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        state.gradients.check_finished()
         state.root.inside = True
         tp.reset()
         if tp.axis.size > 1 and module.training and torch.is_grad_enabled():
@@ -193,8 +200,7 @@ def _install_hooks(
         tp.reset()
 
     def done(module: nn.Module, args: Any, output: Any) -> None:
-        state.gradients.watch(output)
-        if not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tree_leaves(output)):
+        if not collect_grad_tensors(output):
             # No backward follows. While gathered, the model shows parameters that an optimizer must not hold, and on which
             # freezing and unfreezing is lost.
             state.reshard()

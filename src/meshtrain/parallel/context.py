@@ -92,7 +92,8 @@ class TensorParallel:
         """
         if self.axis.size == 1:
             return x
-        if self._entered is not None and self._entered[0] is x:
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        if self._entered is not None and self._entered[0] is x and self._entered[1].requires_grad == recorded:
             return self._entered[1]
         if self.sequence_parallel:
             whole = gather_sequence(x, self.expect_shard(x, module), self.axis)

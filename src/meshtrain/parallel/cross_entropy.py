@@ -110,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        grads = [None if g is None else g * grad for g in ctx.saved_tensors]  # grad is 0-d: it does not promote
         return *grads, None, None, None
 
 
@@ -164,7 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+        return gradient * grad, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Parameters that every tp rank holds, but feeds with its own part of the data (norms on sequence shards, key and value
 heads shared by ranks), get one term of a sum per tp rank. The terms are summed once per step, all parameters in one
-collective, on the dp shards and in the dtype that FSDP reduces in. Doing it in each module's backward, as DTensor does,
+collective, on the dp shards and in the dtype of the (master) parameters. Doing it in each module's backward, as DTensor does,
 costs a collective per parameter and micro-batch, and runs in the compute dtype.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from ..errors import ContractError
 from .collectives import Axis, all_reduce_raw
 
 
@@ -28,24 +28,25 @@ class PartialGradients:
     _queued: bool = False
     _before: list[Tensor | None] = field(default_factory=list)
 
-    def watch(self, output: Any) -> None:
-        """Arrange for the sum in the backward pass from these outputs of the root module."""
-        if self.axis.size == 1 or not self.parameters or not torch.is_grad_enabled():
+    def begin(self) -> None:
+        """Arrange for the sum at the end of the backward pass that runs. Called before FSDP reduces the first unit."""
+        if self.axis.size == 1 or not self.parameters or self._queued:
             return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begin)
+        self._queued = True
+        # What earlier backward passes left is summed already: it is kept apart from what this one adds.
+        self._before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        # FSDP queued its own final callback when the backward pass began, so this one runs after it.
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
 
-    def _begin(self, gradient: Tensor) -> Tensor:
-        if not self._queued:
-            self._queued = True
-            # What earlier backward passes left is summed already: it is kept apart from what this one adds.
-            self._before = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
-            # FSDP's hook on the same tensor ran first, so its final callback is queued before this one.
-            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(self._finish)
-        return gradient
+    def check_finished(self) -> None:
+        """Raise ContractError after a backward pass that did not come to its end: its gradients are lost."""
+        if self._queued:
+            raise ContractError(
+                "an earlier backward pass of this model raised an error, and left gradients that are reduced in part. Build the "
+                "model anew, from the last weights that were saved"
+            )
 
     def _finish(self) -> None:
         self._queued = False

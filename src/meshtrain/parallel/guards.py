@@ -33,7 +33,8 @@ def fingerprint(tensors: Sequence[Any]) -> Tensor:
             value = (bits * weights).sum()
             total = value if total is None else total * 31 + value
     if total is None:
-        return torch.zeros((), dtype=torch.float64)
+        device = next((t.device for t in tensors if isinstance(t, Tensor) and not t.is_meta), "cpu")
+        return torch.zeros((), dtype=torch.float64, device=device)
     return ((total >> 20) & (2**31 - 1)).double()
 
 

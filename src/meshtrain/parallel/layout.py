@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -165,11 +164,6 @@ class ParamLayout:
     def writes(self, tp: int) -> bool:
         """Whether tp coordinate `tp` writes its shard to a file: of replicas only the first does."""
         return self.tp_dim is not None or tp == 0
-
-    @cached_property
-    def copies(self) -> int:
-        """How many ranks hold each element."""
-        return self.sizes.tp if self.tp_dim is None else 1
 
 
 def contiguous_runs(shape: tuple[int, ...], where: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ def matrix_dims(module: nn.Module, path: str, style: str) -> tuple[int, int]:
     """(output dim, input dim) of a module's weight."""
     if isinstance(module, nn.Linear):
         return 0, 1
-    if type(module).__name__ == "Conv1D" and getattr(module, "nf", None) is not None:
-        return 1, 0  # transformers' GPT-2 layer stores [in, out]
     raise Refused(
         f"'{path}' is a {type(module).__name__}, and {style}() cuts the matrix of an nn.Linear. Use replicate() or "
         "sequence() for it, or a style of your own (subclass meshtrain.parallel.Style)"
@@ -56,6 +54,7 @@ class Column(Style):
 
     name = "column"
 
+    _: KW_ONLY
     fused: bool | None = None
     """False says that a weight with a name like qkv_proj really is one matrix; packed_column() is for fused ones."""
 
@@ -98,13 +97,10 @@ class Heads(Column):
 
     name = "heads"
 
-    count: int | str = ""
+    count: int | str
     """Number of heads, or the attribute of the model's config that holds it."""
     shared_by: int | str | None = None
     """For keys and values: the number of query heads, or the attribute that holds it."""
-
-    def __init__(self, count: int | str, shared_by: int | str | None = None, fused: bool | None = None) -> None:
-        self.count, self.shared_by, self.fused = count, shared_by, fused
 
     def check(self, module: nn.Module, path: str, scope: Scope, size: int) -> None:
         heads, tp = scope.count(self.count, path), scope.sizes.tp
@@ -222,14 +218,12 @@ class Row(Style):
     def forward(self, site: Site) -> Forward:
         tp, path, module, run = site.tp, site.path, site.module, site.original
         parameters = cast("dict[str, Any]", module._parameters)
-        # Conv1D adds its bias unconditionally, so it runs with a zero in place of the bias that is added below.
-        absent = None if isinstance(module, nn.Linear) else 0.0
 
         def forward(x: Tensor) -> Tensor:
             weight, bias = parameters["weight"], parameters.get("bias")
             parameters["weight"] = local(weight, path)
             if bias is not None:
-                parameters["bias"] = absent if absent is None else bias._local_tensor.new_zeros(bias.shape)
+                parameters["bias"] = None
             try:
                 out = tp.leave(run(x))
             finally:

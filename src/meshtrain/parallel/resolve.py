@@ -319,7 +319,8 @@ def _check_dropout(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, E
             )
         if isinstance(module, dropout.MODULES) and module.p > 0 and sizes.world > 1:
             if not any(
-                path == styled or (_within(path, styled) and isinstance(e.style, SUBTREE))
+                (path == styled and isinstance(e.style, Style))
+                or (_within(path, styled) and isinstance(e.style, SUBTREE))
                 for styled, e in entries.items()
             ):
                 raise Refused(

@@ -91,6 +91,11 @@ class Style(ParallelStyle):
         """For torch's own `parallelize_module(model, mesh, {"path": style})`: without sequence parallelism."""
         scope = Scope(getattr(module, "config", None), MeshSizes(1, device_mesh.size()), sequence_parallel=False)
         cuts = self.cover(module, type(module).__name__, scope)
+        if device_mesh.size() > 1 and any(cut.gradient == "partial" for cut in cuts.values()):
+            raise Refused(
+                f"{self} on a {type(module).__name__}: its gradients are terms of a sum over tp, which only parallelize() arranges. Use "
+                "meshtrain's parallelize() in place of torch's parallelize_module()"
+            )
         layouts = {
             name: layout_of(name, module.get_parameter(name), cut, scope.sizes, unit="", entry="")
             for name, cut in cuts.items()

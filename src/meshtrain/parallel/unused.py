@@ -17,21 +17,21 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def reduce_unused(units: Iterable[nn.Module], ran: Callable[[int], None]) -> None:
+def reduce_unused(units: Iterable[nn.Module], ran: Callable[[int], None], reducing: Callable[[], None]) -> None:
     """Let each of these FSDP units reduce a gradient for all its trainable parameters whenever it has run.
 
-    ran: is told the number of each unit that runs with gradients.
+    ran: is told the number of each unit that runs with gradients. reducing: is called before a unit reduces its gradients.
     """
     for index, unit in enumerate(units):
         for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
-            _Unit(cast(FSDPModule, unit), group, partial(ran, index))
+            _Unit(cast(FSDPModule, unit), group, partial(ran, index), reducing)
 
 
 class _Unit:
     """Wraps what one FSDP parameter group does at the end of its backward pass."""
 
-    def __init__(self, unit: FSDPModule, group: Any, runs: Callable[[], None]) -> None:
-        self.group, self.reduce, self.runs, self.ran = group, group.post_backward, runs, False
+    def __init__(self, unit: FSDPModule, group: Any, runs: Callable[[], None], reducing: Callable[[], None]) -> None:
+        self.group, self.reduce, self.runs, self.reducing, self.ran = group, group.post_backward, runs, reducing, False
         cast(nn.Module, unit).register_forward_pre_hook(self._before)
         group.post_backward = self._post_backward
 
@@ -48,6 +48,7 @@ class _Unit:
             self.group._init_mp_dtypes()  # all parameters were frozen at the first forward, and no longer are
 
     def _post_backward(self, *unused: Any) -> None:
+        self.reducing()
         if self.ran and self.group.reduce_grads:
             self.ran = False
             self._complete()

@@ -80,7 +80,7 @@ def train_on_rank(run: Run) -> None:
         save_pretrained,
     )
     from meshtrain.data import TokenDataset
-    from meshtrain.recipes.prepare import TORCH_DTYPES, build
+    from meshtrain.recipes.prepare import build
     from meshtrain.recipes.report import (
         agree,
         continued,
@@ -151,13 +151,17 @@ def train_on_rank(run: Run) -> None:
         save_pretrained(
             model,
             export,
-            dtype=TORCH_DTYPES[output.export_dtype] if output.export_dtype else None,
+            dtype=output.export_dtype,
             tokenizer=run.tokenizer,
             generation_config=dict(run.generation),
         )
         if output.sample and trained.steps and not trained.stopped:
             # The beginning of the sequence that would come next, as all ranks know it.
-            prompt = dataset.batch(trained.steps, global_batch=1, dp=1, dp_rank=0)[0].inputs[0, :PROMPT].tolist()
+            prompt = (
+                dataset.batch(trained.steps * data.global_batch, global_batch=1, dp=1, dp_rank=0)[0]
+                .inputs[0, :PROMPT]
+                .tolist()
+            )
             show_sample(console, run, prompt, continued(run, model, export, prompt))
     what_next(console, run, out, export)
     if trained.stopped:

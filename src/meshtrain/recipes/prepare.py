@@ -30,7 +30,7 @@ from meshtrain.data import (
 from meshtrain.environment import environment
 from meshtrain.mesh import check_world_size, pick_device
 from meshtrain.models.llama import Llama, parallel_plan
-from meshtrain.models.llama_config import LlamaConfig, config_for
+from meshtrain.models.llama_config import PRESETS, LlamaConfig, config_for
 from meshtrain.parallel import Resolved
 from meshtrain.recipes.settings import DataSettings, Settings
 from meshtrain.state import check_against, inspect_pretrained
@@ -91,7 +91,7 @@ def prepare(settings: Settings) -> Run:
     _check_numbers(settings)
     name, config = _model_of(settings)
     tokenizer = _tokenizer_of(settings)
-    if name == "debug":
+    if config is PRESETS["debug"]:
         config = replace(config, vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eos_id)
     check_vocab_size(tokenizer, config.vocab_size)
     if settings.data.seq_len > config.max_position_embeddings:

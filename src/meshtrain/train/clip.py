@@ -81,6 +81,7 @@ def clip_and_sum(
     # Always a multiplication, never a branch on the value: CUDA would have to wait for it.
     if not math.isinf(max_norm) and shards:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))  # the culprit must still be found
         if device.type != "cpu" or float(scale) < 1:
             torch._foreach_mul_(shards, scale if device.type != "cpu" else float(scale))
     return Clipped(norm, sums[: len(also)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from ..errors import Refused
 
@@ -25,6 +25,8 @@ def learning_rate(
     "cosine" and "linear" fall to `final` x peak at the last step; "constant" stays; "wsd" (warmup-stable-decay, Hu et
     al., "MiniCPM", 2024) stays and falls linearly to `final` x peak over the last `decay` of the steps.
     """
+    if schedule not in get_args(Schedule):
+        raise Refused(f"there is no schedule {schedule!r}: use one of {', '.join(get_args(Schedule))}")
     if step <= warmup:
         return peak * step / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -87,7 +87,7 @@ def train_step(
 ) -> StepResult:
     """Run one step on this rank's micro-batches (as many on every rank). Collective.
 
-    tokens: labels that count in the global batch, where the data knows it; else it is summed over dp.
+    tokens: labels that count in the global batch, where the data knows it; else an all-reduce counts them.
     stop: this rank wants the run to end; all ranks learn of it in the result, without a collective of its own.
 
     Raises NonFinite, on every rank and before any weight changes, when the loss or a gradient is not finite; it names
@@ -99,22 +99,24 @@ def train_step(
     scale = dp_size / max(1, tokens)
     fsdp = cast(FSDPModule, model)
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device_type)
-    for index, (inputs, labels) in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        if len(micro_batches) > 1:
+    try:
+        for index, (inputs, labels) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
             fsdp.set_requires_gradient_sync(last)
             fsdp.set_is_last_backward(last)
-        loss = loss_sum(model, inputs, labels)
-        (loss * scale).backward()
-        total += loss.detach().double()
-    own = total if tp_index == 0 else torch.zeros_like(total)
-    clipped = clip_and_sum(model, max_norm, [own, torch.full_like(own, float(stop))])
-    mean = float(clipped.also[0]) / max(1, tokens)
-    norm, stopping = float(clipped.norm), float(clipped.also[1]) > 0
-    if not math.isfinite(mean) or not math.isfinite(norm):
-        _raise_non_finite(model, float(total), mean, norm)
-    optimizer.step()
-    optimizer.zero_grad()
+            loss = loss_sum(model, inputs, labels)
+            (loss * scale).backward()
+            total += loss.detach().double()
+        own = total if tp_index == 0 else torch.zeros_like(total)
+        clipped = clip_and_sum(model, max_norm, [own, torch.full_like(own, float(stop))])
+        mean = float(clipped.also[0]) / max(1, tokens)
+        norm, stopping = float(clipped.norm), float(clipped.also[1]) > 0
+        if not math.isfinite(mean) or not math.isfinite(norm):
+            _raise_non_finite(model, float(total), mean, norm)
+        optimizer.step()
+    finally:
+        # Also after an error: what is left of this step must not be added to the next one.
+        optimizer.zero_grad()
     return StepResult(mean, norm, tokens, stopping)
 
 
