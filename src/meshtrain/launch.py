@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -97,6 +98,8 @@ def preload(*modules: str) -> None:
     first, collecting = "torch" not in sys.modules, gc.isenabled()
     gc.disable()  # the collector would walk the hundreds of thousands of imported objects again and again
     try:
+        # torch says at import that numpy, which it does not require, is not there; nothing here uses it.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         import torch
 
         # A fork keeps no OpenMP threads, and a rank that expects its parent's waits for ever: so start none here.

@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import ContractError
 from .context import STALE
 from .init import hash_bits
+from .objects import gather_values
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -90,8 +90,7 @@ def check_equal_weights(model: nn.Module, mesh: DeviceMesh) -> None:
             names.append(name)
             hashes.append(fingerprint([tensor]))
     mine = torch.stack(hashes).cpu() if hashes else torch.zeros(0, dtype=torch.float64)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (names, mine.tolist()))
+    everyone = gather_values((names, mine.tolist()))
     for rank, (their_names, theirs) in enumerate(everyone):
         first_names, first = everyone[0]
         if their_names != first_names:
@@ -113,8 +112,7 @@ def check_replicas(shards: Mapping[str, Tensor], coordinate: tuple[int, int]) ->
     shards: of the parameters that every tp rank holds whole, by name. coordinate: this rank's (dp, tp).
     """
     hashes = torch.stack([fingerprint([shard]) for shard in shards.values()]).tolist() if shards else []
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (coordinate, hashes))
+    everyone = gather_values((coordinate, hashes))
     firsts = {dp: theirs for (dp, tp), theirs in everyone if tp == 0}
     for rank, ((dp, tp), theirs) in enumerate(everyone):
         for name, one, other in zip(shards, firsts[dp], theirs, strict=True):

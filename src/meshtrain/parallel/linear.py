@@ -35,7 +35,7 @@ def matrix_dims(module: nn.Module, path: str, style: str) -> tuple[int, int]:
     if isinstance(module, nn.Linear):
         return 0, 1
     raise Refused(
-        f"'{path}' is a {type(module).__name__}, and {style}() cuts the matrix of an nn.Linear. Use replicate() or "
+        f"'{path}' is a {type(module).__name__}, and {style} cuts the matrix of an nn.Linear. Use replicate() or "
         "sequence() for it, or a style of your own (subclass meshtrain.parallel.Style)"
     )
 

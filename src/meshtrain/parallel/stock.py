@@ -29,7 +29,7 @@ def stock_cuts(style: ParallelStyle, module: nn.Module, path: str, scope: Scope)
     if isinstance(module, nn.Embedding):
         cuts = {"weight": Cut(1 if colwise else 0)}
     else:
-        matrix_dims(module, path, type(style).__name__)
+        matrix_dims(module, path, f"{type(style).__name__}()")
         cuts = {"weight": Cut(0 if colwise else 1)}
         if module.bias is not None:
             cuts["bias"] = Cut(0) if colwise else Cut(None)

@@ -5,8 +5,10 @@ Also the one exchange before the loop, in which all ranks agree on the paths of 
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +21,7 @@ from torch import nn
 from meshtrain import Refused, load_pretrained
 from meshtrain.data import TokenDataset
 from meshtrain.environment import environment
+from meshtrain.parallel.objects import gather_values
 from meshtrain.recipes.prepare import Run, build, tokens_of
 from meshtrain.train.console import RunConsole, count, duration
 from meshtrain.train.generate import generate
@@ -46,11 +49,9 @@ def agree(run: Run) -> tuple[Path, Path, Path]:
             found = str(tokens_of(run.settings.data, run.tokenizer, progress=place.rank == 0))
         except Refused as error:
             problem = str(error)
-    world = dist.get_world_size()
-    everyone: list[Any] = [None] * world
     # A group of its own, whose time-out is that of a long corpus; no other collective waits so long.
     group = dist.new_group(backend="gloo", timeout=TOKENISE_TIMEOUT)
-    dist.all_gather_object(everyone, (socket.gethostname(), found, problem, str(run.out), str(run.export)), group=group)
+    everyone = gather_values((socket.gethostname(), found, problem, str(run.out), str(run.export)), group)
     dist.destroy_process_group(group)
     for _, _, theirs, _, _ in everyone:
         if theirs is not None:
@@ -164,12 +165,21 @@ def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:
     console.label("model", f"{export}   (opens in transformers and whatever else reads safetensors)")
     console.label("metrics", f"{out / METRICS}   (one JSON object a step; the settings are in {SETTINGS} beside it)")
     console.say("what to do next", style="bold")
-    console.say("  use the model in Python:")
+    missing = "" if importlib.util.find_spec("transformers") else "   (needs: pip install transformers)"
+    console.say(f"  use the model in Python:{missing}")
     console.say("    from transformers import AutoModelForCausalLM, AutoTokenizer")
     console.say(
         f"    model, tokenizer = (kind.from_pretrained({str(export)!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))"
     )
-    console.say("  train it further, on this mesh or any other:")
-    console.say(
-        f"    python -m meshtrain.recipes.llama --dp {chosen.dp} --tp {chosen.tp} --init-from {shlex.quote(str(export))}"
-    )
+    data, python = run.settings.data, Path(sys.executable)
+    program = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else 'python'} -m meshtrain.recipes.llama"
+    same = {
+        "dp": chosen.dp,
+        "tp": chosen.tp,
+        "data": data.data,
+        "seq-len": data.seq_len,
+        "global-batch": data.global_batch,
+    }
+    flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in same.items() if value is not None)
+    console.say("  train it further, on this mesh or any other (a new optimizer, so with a warm-up and a lower rate):")
+    console.say(f"    {program} {flags} --lr {run.settings.training.lr / 10:g} --init-from {shlex.quote(str(export))}")

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ContractError, MeshtrainError
 from ..parallel.guards import PeerCheck
+from ..parallel.objects import gather_values
 from ..parallel.state import ParallelState, find_state
 from ..parallel.watch import PathCheck
 
@@ -148,10 +149,7 @@ def _culprit(state: ParallelState | None, shards: list[Tensor]) -> str:
     if len(names) != len(shards):
         names = [f"parameter {index}" for index in range(len(shards))]
     mine = next((n for n, s in zip(names, shards) if s.numel() and not bool(torch.isfinite(s).all())), None)
-    everyone: list[str | None] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = gather_values(mine)
     ranks = [rank for rank, name in enumerate(everyone) if name is not None]
     if not ranks:
         return " (each gradient is finite, but their norm overflows)"

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ContractError
 from ..parallel.cross_entropy import IGNORED, cross_entropy
+from ..parallel.objects import gather_values
 from ..parallel.state import ParallelState, state_of
 from .clip import NonFinite, clip_and_sum
 
@@ -65,8 +66,7 @@ def count_tokens(state: ParallelState, micro_batches: Sequence[MicroBatch]) -> i
     labels, total, squares = numbers.tolist()
     # Numbers are all equal where n times the sum of their squares is the square of their sum.
     if world * squares != total * total:
-        everyone: list[int] = [own] * world
-        dist.all_gather_object(everyone, own, group=state.world)
+        everyone = gather_values(own)
         raise ContractError(
             f"the ranks were given different numbers of micro-batches for this step ({', '.join(map(str, everyone))} on ranks 0 to "
             f"{world - 1}), and would wait for each other. Give each as many: drop the last ones, or pad with a batch whose labels "
@@ -122,8 +122,7 @@ def train_step(
 
 def _raise_non_finite(model: nn.Module, own: float, mean: float, norm: float) -> None:
     """Every rank comes here together: the numbers are the same on all of them."""
-    losses: list[float] = [own] * dist.get_world_size()
-    dist.all_gather_object(losses, own)
+    losses = gather_values(own)
     bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     if bad:
         raise NonFinite(
