@@ -120,13 +120,13 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_losses_and_norms_do_not_depend_on_the_mesh(ranks: Any, variant: Variant) -> None:
     # One rank count a mesh each; the slow test below has all meshes for all variants.
-    meshes = MESHES if variant == Variant() else [(2, 1), (1, 4), (2, 2), (4, 2)]
+    meshes = MESHES if variant == Variant() else [(1, 4), (2, 2), (4, 2)]
     compare(ranks, variant, torch.float64, 1e-11, meshes, STEPS)
 
 
 @pytest.mark.timeout(300)
 def test_fp32_agrees_to_rounding(ranks: Any) -> None:
-    compare(ranks, Variant(accumulation=2), torch.float32, 1e-5, [(1, 2), (4, 1), (2, 2)], STEPS)
+    compare(ranks, Variant(accumulation=2), torch.float32, 1e-5, [(4, 1), (2, 2)], STEPS)
 
 
 @pytest.mark.slow
