@@ -18,13 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._common_utils import collect_grad_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ContractError, Refused
 from . import guards
 from .context import TensorParallel
 from .fsdp_comm import ExchangeReduceScatter, WatchedAllGather
-from .gradients import PartialGradients
+from .gradients import PartialGradients, fsdp_parameters
 from .layout import MeshSizes
 from .plan import ParallelPlan
 from .resolve import Resolved, resolve
@@ -149,10 +150,10 @@ def _tie(model: nn.Module, resolved: Resolved) -> None:
 
 def _checkpointed(forward: Callable[..., Any], tp: TensorParallel) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        again = tp.recomputing(tp.length, tp.calls)
+        length, calls = tp.length, tp.calls
 
         def contexts() -> tuple[Any, Any]:
-            return tp.running(), again
+            return tp.running(), tp.recomputing(length, calls)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -174,30 +175,26 @@ def _check_layouts(model: nn.Module, resolved: Resolved, mesh: DeviceMesh) -> No
 def _install_hooks(
     model: nn.Module, mesh: DeviceMesh, resolved: Resolved, tp: TensorParallel, watch: Watch, paths: PathCheck
 ) -> ParallelState:
-    # Frozen ones too: they may be unfrozen later.
-    partial = [model.get_parameter(layout.name) for layout in resolved.layouts if layout.tp_gradient == "partial"]
+    partial = {layout.name for layout in resolved.layouts if layout.tp_gradient == "partial"}
     state = ParallelState(
         model,
         mesh,
         resolved,
         tp,
         guards.PeerCheck(tp.axis.index, tp.axis.size),
-        PartialGradients(partial, tp.axis),
-        guards.RootGuard(model),
+        PartialGradients(fsdp_parameters(model, partial), tp.axis),
         watch,
         paths,
     )
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         state.gradients.check_finished()
-        state.root.inside = True
-        tp.reset()
+        tp.enter_root()
         if tp.axis.size > 1 and module.training and torch.is_grad_enabled():
-            state.peers.see([*args, *kwargs.values()])
+            state.peers.see(tree_leaves((args, kwargs)))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        state.root.inside = False
-        tp.reset()
+        tp.leave_root()
 
     def done(module: nn.Module, args: Any, output: Any) -> None:
         if not collect_grad_tensors(output):
@@ -205,6 +202,7 @@ def _install_hooks(
             # freezing and unfreezing is lost.
             state.reshard()
 
+    guards.guard_root(model, tp)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(done)
     model.register_forward_hook(after, always_call=True)

@@ -51,9 +51,14 @@ class TensorParallel:
     seed: int = 0
     """Seed of dropout masks; the same on all ranks."""
     dp_index: int = 0
+    again: bool = False
+    """Whether a block is being recomputed under `recomputing`."""
     calls: int = 0
     """Dropout calls so far; with the seed, all the state that the masks have."""
-    _entered: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _entered: tuple[Tensor, Tensor, tuple[int | None, bool]] | None = field(default=None, repr=False)
+    """What entered last, what it became, and in which state it was."""
+    inside: bool = False
+    """Whether the root module's forward is running."""
 
     @classmethod
     def of(
@@ -71,18 +76,36 @@ class TensorParallel:
 
     def next_call(self) -> int:
         """The number of a dropout call: the same on all ranks, and when a checkpointed block runs again."""
+        if torch._C._current_graph_task_id() != -1 and not self.again:
+            raise ContractError(
+                "a dropout module runs inside a backward pass: a checkpoint of your own recomputes it, and would draw another mask. "
+                "Use parallelize(activation_checkpointing=True), which recomputes with the masks of the first run"
+            )
         self.calls += 1
         return self.calls
 
     def begin(self, x: Tensor) -> Tensor:
         """Start the stream from terms of a sum over tp, [..., seq, hidden] (a vocabulary-parallel embedding)."""
-        self.length = x.shape[-2]
+        self._begin(x.shape[-2])
         return self.leave(x)
 
     def begin_whole(self, x: Tensor) -> Tensor:
-        """Start the stream from a tensor that every tp rank holds whole, [..., seq, hidden]."""
-        self.length = x.shape[-2]
+        """Start the stream from a tensor that every tp rank holds whole, [..., seq, hidden], or join it.
+
+        One position, [..., 1, hidden], joins a longer stream as it is: it is added to every position.
+        """
+        if self.inside and x.shape[-2] == 1 and self.length not in (None, 1):
+            return x
+        self._begin(x.shape[-2])
         return own_shard(x, self.axis) if self.sequence_parallel else x
+
+    def _begin(self, length: int) -> None:
+        if self.inside and self.sequence_parallel and self.length not in (None, length):
+            raise ContractError(
+                f"a stream of sequence length {length} begins in a forward pass that has one of length {self.length}: with sequence "
+                "parallelism all streams of a model must have one length. Turn sequence parallelism off for this model"
+            )
+        self.length = length
 
     def enter(self, x: Tensor, module: str) -> Tensor:
         """From the stream to the whole input of a module that tp splits.
@@ -92,14 +115,16 @@ class TensorParallel:
         """
         if self.axis.size == 1:
             return x
-        recorded = x.requires_grad and torch.is_grad_enabled()
-        if self._entered is not None and self._entered[0] is x and self._entered[1].requires_grad == recorded:
+        # Not by identity alone: the tensor may have changed in place, or have been read under no_grad before.
+        version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
+        seen = (version, x.requires_grad and torch.is_grad_enabled())
+        if self._entered is not None and self._entered[0] is x and self._entered[2] == seen:
             return self._entered[1]
         if self.sequence_parallel:
             whole = gather_sequence(x, self.expect_shard(x, module), self.axis)
         else:
             whole = reduce_gradient(x, self.axis)
-        self._entered = (x, whole)
+        self._entered = (x, whole, seen)
         return whole
 
     def leave(self, x: Tensor) -> Tensor:
@@ -123,8 +148,16 @@ class TensorParallel:
         return self.length
 
     def reset(self) -> None:
-        """Forget what a forward pass left."""
+        """Forget what entered last."""
         self._entered = None
+
+    def enter_root(self) -> None:
+        """A forward pass of the whole model begins."""
+        self.inside, self.length, self._entered = True, None, None
+
+    def leave_root(self) -> None:
+        """It has ended. The length stays: its backward pass may run blocks again."""
+        self.inside, self._entered = False, None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -132,15 +165,27 @@ class TensorParallel:
         self._entered = None
         yield
 
-    @contextmanager
-    def recomputing(self, length: int | None, calls: int) -> Iterator[None]:
-        """Run a block again as it first ran, with that sequence length and number of dropout calls."""
-        before = self.length, self.calls
-        self.length, self.calls, self._entered = length, calls, None
-        try:
-            yield
-        finally:
-            (self.length, self.calls), self._entered = before, None
+    def recomputing(self, length: int | None, calls: int) -> Recomputing:
+        """For running a block again as it first ran, with that sequence length and number of dropout calls."""
+        return Recomputing(self, length, calls)
+
+
+@dataclass
+class Recomputing:
+    """A context that can be entered more than once: a graph that is retained is recomputed for each backward pass."""
+
+    tp: TensorParallel
+    length: int | None
+    calls: int
+    _before: tuple[int | None, int] = (None, 0)
+
+    def __enter__(self) -> None:
+        tp = self.tp
+        self._before = tp.length, tp.calls
+        tp.length, tp.calls, tp._entered, tp.again = self.length, self.calls, None, True
+
+    def __exit__(self, *error: object) -> None:
+        (self.tp.length, self.tp.calls), self.tp._entered, self.tp.again = self._before, None, False
 
 
 class _Local(torch.autograd.Function):

@@ -63,6 +63,11 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, shard: VocabShard | None)
     largest = logits.amax(-1)
     probabilities = torch.softmax(logits, -1)
     total = own_total = largest - probabilities.amax(-1).log_()
+    if bool((largest == -torch.inf).any()):
+        # A rank whose part of the vocabulary is masked out altogether adds nothing to the sum.
+        dead = largest == -torch.inf
+        own_total = total = total.masked_fill(dead, -torch.inf)
+        probabilities = probabilities.masked_fill(dead.unsqueeze(-1), 0)
     if shard is not None and shard.axis.size > 1:
         both = all_gather_raw(torch.stack((total, target)), shard.axis)
         total, target = torch.logsumexp(both[:, 0], dim=0), both[:, 1].sum(dim=0)

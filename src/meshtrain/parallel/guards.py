@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ContractError
-from .context import STALE
+from .context import STALE, TensorParallel
 from .init import hash_bits
 from .objects import gather_values
 
@@ -28,6 +27,7 @@ def fingerprint(tensors: Sequence[Any]) -> Tensor:
     for tensor in tensors:
         if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.numel() and not tensor.is_meta:
             flat = tensor.detach().contiguous().view(-1)
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             bits = (flat if flat.dtype == torch.bool else flat.view(_BITS[flat.element_size()])).long()
             weights = _weights(bits.numel(), bits.device)
             value = (bits * weights).sum()
@@ -178,21 +178,17 @@ WHOLE_MATRIX = ("muon", "shampoo", "soap", "kfac", "galore")
 """Parts of the names of optimizers whose update of an element depends on the whole matrix."""
 
 
-class RootGuard:
-    """Notices a root forward that did not come through `model(...)`, where FSDP gathers the parameters."""
+def guard_root(model: nn.Module, tp: TensorParallel) -> None:
+    """Refuse a root forward that did not come through `model(...)`, where FSDP gathers the parameters."""
+    original = model.forward
 
-    def __init__(self, model: nn.Module) -> None:
-        self.inside = False
-        original, guard = model.forward, weakref.ref(self)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not tp.inside:
+            raise ContractError(
+                f"{type(model).__name__}.forward() was called directly, around the hooks in which FSDP gathers the parameters. "
+                "Call model(...) instead; another entry point must be registered with "
+                "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
+            )
+        return original(*args, **kwargs)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            alive = guard()
-            if alive is not None and not alive.inside:
-                raise ContractError(
-                    f"{type(model).__name__}.forward() was called directly, around the hooks in which FSDP gathers the parameters. "
-                    "Call model(...) instead; another entry point must be registered with "
-                    "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
-                )
-            return original(*args, **kwargs)
-
-        model.forward = forward
+    model.forward = forward

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import Refused
 from .context import local
-from .style import Cut, Forward, Scope, Site, Style, check_nonempty
+from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward
 
 FUSED_NAMES = frozenset(
     [
@@ -204,6 +204,7 @@ class Row(Style):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         _, in_dim = matrix_dims(module, path, str(self))
+        check_own_forward(module, nn.Linear, path, str(self))
         size = weight_size(module, in_dim)
         parts = self.parts_of(size, path, scope)
         cuts = {"weight": Cut(in_dim, parts)}

@@ -45,6 +45,8 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
     `reset_buffers()`; a module without that method is refused, since its buffers would hold garbage.
     """
     state = find_state(model)
+    if state is not None:
+        state.reshard()  # values go into the shards, not into what FSDP gathered from them
     target = torch.device(device or (state.mesh.device_type if state else "cpu"))
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
@@ -59,9 +61,6 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
                         "it was built before the parameters had values; build it after initialise() or load_pretrained()",
                     )
                 module._parameters[name] = made[id(parameter)]
-    if state is not None:
-        renewed = {id(old): made.get(id(old), old) for old in state.gradients.parameters}
-        state.gradients.parameters = [renewed[id(old)] for old in state.gradients.parameters]
     for path, module in model.named_modules():
         lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not lost:

@@ -165,7 +165,7 @@ def load_plan(spec: str) -> ParallelPlan:
         ) from error
     except Refused:
         raise
-    except Exception as error:  # whatever a user's module may raise
+    except (Exception, SystemExit) as error:  # whatever a user's module may raise
         raise Refused(f"importing '{module_name}' for the plan '{spec}' failed: {_told(error)}. Correct it") from error
     if not hasattr(module, name):
         hint = near(name, vars(module)) or ". Name a ParallelPlan in it, or a function that returns one"
@@ -175,7 +175,7 @@ def load_plan(spec: str) -> ParallelPlan:
         plan = found() if callable(found) else found
     except Refused:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(
             f"the plan '{spec}': {name}() failed: {_told(error)}. It must be a ParallelPlan, or a function that "
             "returns one without arguments"
@@ -186,7 +186,7 @@ def load_plan(spec: str) -> ParallelPlan:
     return plan
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An error of a user's module, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

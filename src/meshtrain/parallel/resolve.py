@@ -17,7 +17,7 @@ from ..errors import Refused
 from . import dropout
 from .layout import MeshSizes, ParamLayout
 from .plan import ParallelPlan, folded, matches, near
-from .stock import stock_cuts
+from .stock import check_stock_streams, stock_cuts
 from .stream import SUBTREE
 from .style import Cut, Scope, Style, layout_of
 
@@ -113,6 +113,7 @@ def resolve(
     on = sizes.tp > 1 and (whole_stream if sequence_parallel is None else sequence_parallel)
     scope = Scope(getattr(model, "config", None), sizes, on)
     entries = _entries(plan, model, scope)
+    check_stock_streams(plan.source, entries, on)
     units = _units(plan, model, entries)
     _check_dropout(plan, model, entries, sizes)
     layouts, ties = _layouts(plan, model, entries, units, sizes)

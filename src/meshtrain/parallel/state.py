@@ -32,7 +32,6 @@ class ParallelState:
     tp: TensorParallel
     peers: guards.PeerCheck
     gradients: PartialGradients
-    root: guards.RootGuard
     watch: Watch
     paths: PathCheck
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
 from .linear import matrix_dims
 from .style import Cut, Scope
+
+PREPARE = (
+    torch_styles.PrepareModuleInput, torch_styles.PrepareModuleOutput, torch_styles.PrepareModuleInputOutput,
+)  # fmt: skip
 
 
 def stock_cuts(style: ParallelStyle, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
@@ -40,3 +48,29 @@ def stock_cuts(style: ParallelStyle, module: nn.Module, path: str, scope: Scope)
                 "does not divide; torch is wrong there. Use meshtrain's own style, which is right for any size"
             )
     return cuts
+
+
+def check_stock_streams(source: str, entries: Mapping[str, Any], sequence_parallel: bool) -> None:
+    """Refuse torch's column and row styles that would take a sequence shard for the whole sequence, or give it back whole.
+
+    entries: module path -> entry. Where a PrepareModule* style stands on a module around one, it says what comes in.
+    """
+    if not sequence_parallel:
+        return
+    prepared = [path for path, entry in entries.items() if isinstance(entry.style, PREPARE)]
+    for path, entry in entries.items():
+        style = entry.style
+        if isinstance(style, torch_styles.ColwiseParallel):
+            layout, argument = style.input_layouts[0], "input_layouts"
+        elif isinstance(style, torch_styles.RowwiseParallel):
+            layout, argument = style.output_layouts[0], "output_layouts"
+        else:
+            continue
+        if not isinstance(layout, Shard) and not any(
+            path == p or path.startswith(p + ".") or p == "" for p in prepared
+        ):
+            raise Refused(
+                f"{source}: '{path}' has torch's {type(style).__name__} with {argument}={layout}, but with sequence parallelism it "
+                f"stands on a stream of sequence shards. Give it {argument}=Shard(1), use meshtrain's own style, or turn sequence "
+                "parallelism off"
+            )

@@ -197,3 +197,12 @@ def check_nonempty(size: int, what: str, path: str, tp: int) -> None:
             f"'{path}': {what} is {size}, and tp {tp} would leave rank {tp - 1} of the tp axis an empty shard "
             f"(chunks of {-(-size // tp)}). Use tp {largest} or less, or replicate() for it"
         )
+
+
+def check_own_forward(module: nn.Module, kind: type[nn.Module], path: str, style: str) -> None:
+    """Refuse a subclass with a forward of its own, which a style that computes in its place would drop."""
+    if type(module).forward is not kind.forward:
+        raise Refused(
+            f"'{path}' is a {type(module).__name__}, whose forward is not that of nn.{kind.__name__}; {style} computes in its place, "
+            "and would drop what it adds. Move that into the module around it, or use a style of your own"
+        )

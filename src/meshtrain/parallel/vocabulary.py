@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,7 +15,7 @@ from .collectives import gather_last
 from .context import local, local_parameters
 from .cross_entropy import VocabShard, linear_cross_entropy
 from .layout import chunk_interval
-from .style import Cut, Forward, Scope, Site, Style, check_nonempty
+from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Embedding(Style):
             raise Refused(
                 f"'{path}' is a {type(module).__name__}, and embedding() is for nn.Embedding. Use column(), row() or replicate() for it"
             )
+        check_own_forward(module, nn.Embedding, path, "embedding()")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise Refused(
@@ -84,6 +86,8 @@ class Head(Style):
             raise Refused(
                 f"'{path}' is a {type(module).__name__}, and head() is for nn.Linear. Use embedding() or replicate() for it"
             )
+        if "labels" not in inspect.signature(module.forward).parameters:  # a head that takes labels knows this style
+            check_own_forward(module, nn.Linear, path, "head()")
         check_nonempty(module.out_features, "the vocabulary", path, scope.sizes.tp)
         return {"weight": Cut(0)} | ({"bias": Cut(0)} if module.bias is not None else {})
 

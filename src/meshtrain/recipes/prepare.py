@@ -24,7 +24,6 @@ from meshtrain.data import (
     check_vocab_size,
     find_files,
     load_tokenizer,
-    open_tokens,
     prepare_tokens,
 )
 from meshtrain.environment import environment
@@ -36,7 +35,7 @@ from meshtrain.recipes.settings import DataSettings, Settings
 from meshtrain.state import check_against, inspect_pretrained
 from meshtrain.state.folder import read_json
 from meshtrain.state.publish import check_target
-from meshtrain.train.metrics import METRICS
+from meshtrain.train.metrics import METRICS, SETTINGS
 from meshtrain.train.schedule import check_schedule
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -142,7 +141,6 @@ def tokens_of(data: DataSettings, tokenizer: Tokenizer, *, progress: bool) -> Pa
     """Tokenise the data unless the cache has it, and return the token file. Raises Refused when it is too short."""
     tokens = prepare_tokens(data.data, tokenizer, progress=progress)
     check_batching(1, 1, None, tokens=len(tokens), seq_len=data.seq_len)
-    open_tokens(tokens.path)
     return tokens.path
 
 
@@ -235,6 +233,11 @@ def _targets_of(settings: Settings, name: str) -> tuple[Path, Path]:
         raise Refused(
             f"--export {export}: is or holds the directory of the run, {out}. Choose a directory beside or in it"
         )
+    for file in (METRICS, SETTINGS):
+        if _within(export, out / file):
+            raise Refused(
+                f"--export {export}: is the run's own file {file}, or lies below it. Choose another directory"
+            )
     source = settings.model.init_from
     if source is not None and (_within(export, Path(source)) or _within(Path(source), export)):
         raise Refused(

@@ -98,6 +98,10 @@ def recording(run: Run, console: RunConsole, out: Path) -> Iterator[Callable[[St
         return
     chosen = run.settings.mesh
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        metrics = MetricsFile(out / METRICS)  # first: it fails where another run has begun in the meantime
+    except FileExistsError as error:
+        raise Refused(f"--out {out}: another run has begun there in the meantime. Choose another directory") from error
     write_settings(
         out / SETTINGS,
         dict(run.settings.items()),
@@ -105,7 +109,7 @@ def recording(run: Run, console: RunConsole, out: Path) -> Iterator[Callable[[St
         model=run.config.to_hf(),
         plan=_plan_as_data(run),
     )
-    with MetricsFile(out / METRICS) as file, console.steps(run.settings.training.steps) as view:
+    with metrics as file, console.steps(run.settings.training.steps) as view:
 
         def report(metrics: StepMetrics) -> None:
             file.write(metrics)

@@ -61,6 +61,8 @@ def clip_and_sum(
     """`clip_grad_norm_`, with other scalars summed over all ranks in the same collective."""
     if norm_type <= 0 or math.isnan(norm_type):
         raise ContractError(f"norm_type is {norm_type}; it must be positive, or math.inf for the largest element")
+    if not max_norm > 0:
+        raise ContractError(f"max_norm is {max_norm}; it must be positive, or math.inf to measure only")
     state = find_state(model) if isinstance(model, nn.Module) else None
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     held = [(p, p.grad) for p in parameters if p.grad is not None]

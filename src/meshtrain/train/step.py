@@ -96,6 +96,10 @@ def train_step(
     state = state_of(model)
     dp_size, (_, tp_index) = state.sizes.dp, state.coordinate
     tokens = count_tokens(state, micro_batches) if tokens is None else tokens
+    if not micro_batches:
+        raise ContractError(
+            "train_step() was given no micro-batch; a rank without data takes one whose labels are all -100"
+        )
     scale = dp_size / max(1, tokens)
     fsdp = cast(FSDPModule, model)
     total = torch.zeros((), dtype=torch.float64, device=state.mesh.device_type)
