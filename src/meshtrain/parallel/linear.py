@@ -186,6 +186,10 @@ class PackedColumn(Column):
     """Instead: the numbers of heads of each part, or the attributes of the model's config that hold them."""
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        if self.fused is not None:
+            raise Refused(
+                f"'{path}': packed_column() is for fused weights and takes no `fused`. Use column(fused=False) for one"
+            )
         out_dim, _ = matrix_dims(module, path, str(self))
         size = weight_size(module, out_dim)
         parts = _parts(self.parts, tuple(self.heads), size, path, scope, self)

@@ -120,7 +120,7 @@ class OutputSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a run, by group. `value` and `items` see them as one flat list, as the command line does."""
+    """All settings of a run, by group. `items` gives them as one flat list, as the command line does."""
 
     mesh: MeshSettings = field(default_factory=MeshSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
