@@ -12,8 +12,6 @@ import tyro
 from meshtrain.errors import Refused
 from meshtrain.flags import check_flags, nearest
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-
 
 @dataclass(frozen=True)
 class ExportSettings:
@@ -38,12 +36,12 @@ def export(arguments: Sequence[str]) -> int:
     settings = tyro.cli(
         ExportSettings, prog="meshtrain export", args=list(arguments), description=ExportSettings.__doc__
     )
-    from meshtrain.state.export import export as write
+    from meshtrain.state.rewrite import export as write
 
     path = write(
         settings.source,
         settings.out,
-        dtype=DTYPES[settings.dtype] if settings.dtype else None,
+        dtype=settings.dtype,
         max_shard_size=settings.max_shard_size,
     )
     print(f"wrote {path}")

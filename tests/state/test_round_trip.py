@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshtrain.parallel.layout import MeshSizes
 from meshtrain.state import export, inspect_pretrained, read_header
-from meshtrain.state.header import NAME_OF
+from meshtrain.state.dtypes import NAME_OF
 from tests.state import simulated
 
 BUFFERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False, True]), "scale": torch.tensor(0.5)}

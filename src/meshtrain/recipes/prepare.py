@@ -33,12 +33,11 @@ from meshtrain.models.llama_config import PRESETS, LlamaConfig, config_for
 from meshtrain.parallel import Resolved
 from meshtrain.recipes.settings import DataSettings, Settings
 from meshtrain.state import check_against, inspect_pretrained
+from meshtrain.state.dtypes import WEIGHTS
 from meshtrain.state.folder import read_json
 from meshtrain.state.publish import check_target
 from meshtrain.train.metrics import METRICS, SETTINGS
 from meshtrain.train.schedule import check_schedule
-
-TORCH_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -277,7 +276,7 @@ def _check_writable(path: Path, flag: str) -> None:
 
 def _check_space(export: Path, resolved: Resolved, settings: Settings) -> None:
     dtype = settings.output.export_dtype or ("fp64" if settings.model.dtype == "fp64" else "fp32")
-    needed = sum(layout.numel for layout in resolved.layouts) * TORCH_DTYPES[dtype].itemsize
+    needed = sum(layout.numel for layout in resolved.layouts) * WEIGHTS[dtype].itemsize
     folder = _nearest_existing(export)
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from meshtrain.errors import Refused
 from meshtrain.state.folder import WEIGHTS
 from meshtrain.state.header import TensorInfo, make_header
@@ -28,12 +26,6 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_DTYPES = {
-    "float64": torch.float64, "fp64": torch.float64,
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,17 +95,3 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise Refused(f"max_shard_size {size!r}: give a number of bytes above 0, as in 5000000000, '5GB' or '512MiB'")
     return size
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating dtype from its name; None stays None (each tensor keeps its own). Raises Refused."""
-    if dtype is None or dtype in _DTYPES.values():
-        return dtype  # type: ignore[return-value]
-    if isinstance(dtype, str) and dtype.removeprefix("torch.") in _DTYPES:
-        return _DTYPES[dtype.removeprefix("torch.")]
-    raise Refused(f"dtype {dtype!r} is not one that weights are written in: use one of {', '.join(_DTYPES)}")
-
-
-def dtype_written(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is written: floating ones as `wanted`, others as they are."""
-    return wanted if wanted is not None and stored in _DTYPES.values() else stored

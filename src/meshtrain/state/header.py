@@ -1,7 +1,7 @@
 """The safetensors container: reading its header with suspicion, and making one. Tensor data is not touched
 here.
 
-The format: 8 bytes of header length (little endian), a JSON object that gives each tensor's dtype, shape and
+Needs no torch. The format: 8 bytes of header length (little endian), a JSON object that gives each tensor's dtype, shape and
 byte interval, then the bytes. https://huggingface.co/docs/safetensors
 """
 
@@ -16,44 +16,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from meshtrain.errors import Refused
 from meshtrain.state.strict_json import parse_object, shown
 
 HEADER_LIMIT = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
-DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
-    "BOOL": (8, torch.bool),
-    "F4": (4, None),
-    "F6_E2M3": (6, None),
-    "F6_E3M2": (6, None),
-    "U8": (8, torch.uint8),
-    "I8": (8, torch.int8),
-    "F8_E5M2": (8, torch.float8_e5m2),
-    "F8_E4M3": (8, torch.float8_e4m3fn),
-    "F8_E8M0": (8, None),
-    "F8_E4M3FNUZ": (8, None),
-    "F8_E5M2FNUZ": (8, None),
-    "I16": (16, torch.int16),
-    "U16": (16, torch.uint16),
-    "F16": (16, torch.float16),
-    "BF16": (16, torch.bfloat16),
-    "I32": (32, torch.int32),
-    "U32": (32, torch.uint32),
-    "F32": (32, torch.float32),
-    "C64": (64, torch.complex64),
-    "F64": (64, torch.float64),
-    "I64": (64, torch.int64),
-    "U64": (64, torch.uint64),
+BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
 }
-"""Name in the file -> (bits per element, torch dtype or None where meshtrain does not read it), in the
-library's order.
-"""
+"""Name of a dtype in the file -> bits per element, in the order of the safetensors library."""
 
-NAME_OF = {dtype: name for name, (_, dtype) in DTYPES.items() if dtype is not None}
-_ORDER = {name: position for position, name in enumerate(DTYPES)}
+_ORDER = {name: position for position, name in enumerate(BITS)}
 
 _MAGIC = {
     b"PK\x03\x04": "a zip archive, as torch.save writes; pickles are never loaded. Convert it to safetensors first",
@@ -78,12 +73,13 @@ class TensorInfo(NamedTuple):
     """What a header says of one tensor to be written."""
 
     key: str
-    dtype: torch.dtype
+    dtype: str
+    """Name in the file, such as F32."""
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 @contextmanager
@@ -177,8 +173,8 @@ def _entry(path: Path, key: str, field: Any, base: int) -> TensorEntry:
     if not isinstance(field, dict):
         raise refuse(f"described by a {type(field).__name__}, not by an object with dtype, shape and data_offsets")
     dtype, shape, offsets = field.get("dtype"), field.get("shape"), field.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise refuse(f"dtype {shown(str(dtype))} is not one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise refuse(f"dtype {shown(str(dtype))} is not one of {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
         raise refuse(f"shape {shown(str(shape))} must be a list of integers from 0 to 2^63 - 1")
     if len(shape) > 64 or math.prod(size for size in shape if size) >= 2**63:
@@ -188,7 +184,7 @@ def _entry(path: Path, key: str, field: Any, base: int) -> TensorEntry:
     begin, end = offsets
     if not 0 <= begin <= end < 2**63:
         raise refuse(f"data_offsets [{shown(str(begin))}, {shown(str(end))}] must be an interval from 0 up")
-    bits = math.prod(shape) * DTYPES[dtype][0]
+    bits = math.prod(shape) * BITS[dtype]
     if bits % 8 or bits // 8 != end - begin:
         raise refuse(f"data_offsets hold {end - begin} bytes, dtype {dtype} and shape {shape} need {bits / 8:g}")
     return TensorEntry(path, dtype, tuple(shape), base + begin, end - begin)
@@ -202,9 +198,9 @@ def make_header(tensors: Sequence[TensorInfo]) -> tuple[bytes, dict[str, int]]:
     """
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, {}
-    for tensor in sorted(tensors, key=lambda t: (-_ORDER[NAME_OF[t.dtype]], t.key.encode())):
+    for tensor in sorted(tensors, key=lambda t: (-_ORDER[t.dtype], t.key.encode())):
         fields[tensor.key] = {
-            "dtype": NAME_OF[tensor.dtype],
+            "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "data_offsets": [position, position + tensor.nbytes],
         }

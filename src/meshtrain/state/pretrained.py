@@ -20,7 +20,8 @@ from meshtrain.errors import ContractError
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
 from meshtrain.parallel.materialise import allocate
 from meshtrain.parallel.state import state_of
-from meshtrain.state.filemap import parse_dtype, parse_size
+from meshtrain.state.dtypes import parse_dtype
+from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained
 from meshtrain.state.hf_files import (
     hf_config,

@@ -17,7 +17,8 @@ from torch import nn
 
 from meshtrain.errors import Refused
 from meshtrain.parallel.layout import Block, MeshSizes, ParamLayout
-from meshtrain.state.header import DTYPES, NAME_OF, TensorEntry
+from meshtrain.state.dtypes import NAME_OF, TORCH_OF
+from meshtrain.state.header import TensorEntry
 from meshtrain.state.strict_json import shown
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -116,7 +117,7 @@ def specs_of(layouts: Iterable[ParamLayout], buffers: Mapping[str, torch.Tensor]
         if spec.dtype not in NAME_OF:
             raise Refused(
                 f"{spec.name}: dtype {spec.dtype} cannot be stored as safetensors; convert it to one of "
-                f"{', '.join(DTYPES)}"
+                f"{', '.join(TORCH_OF)}"
             )
     return specs
 
@@ -154,7 +155,7 @@ def check_against(
 
 
 def _convertible(stored: str, wanted: torch.dtype) -> bool:
-    dtype = DTYPES[stored][1]
+    dtype = TORCH_OF.get(stored)
     return dtype == wanted or (dtype in _FLOATS and wanted in _FLOATS)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from meshtrain.errors import MeshtrainError, Refused
 from meshtrain.parallel.layout import Block, contiguous_runs
-from meshtrain.state.header import DTYPES, NAME_OF, TensorEntry
+from meshtrain.state.dtypes import NAME_OF, TORCH_OF
+from meshtrain.state.header import TensorEntry
 from meshtrain.state.specs import TensorSpec
 
 BUFFER_BYTES = 4 * 2**20
@@ -170,7 +171,7 @@ def same_shard(
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:
     """The torch dtype of a stored tensor. Raises Refused for those that meshtrain does not read."""
-    dtype = DTYPES[entry.dtype][1]
+    dtype = TORCH_OF.get(entry.dtype)
     if dtype is None:
         raise Refused(
             f"{entry.file}: dtype {entry.dtype} is not supported; convert the file to one of "

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshtrain.errors import ContractError
 from meshtrain.parallel.layout import MeshSizes
-from meshtrain.state.filemap import PlannedFile, digest, dtype_written, index_of, plan_files
+from meshtrain.state.dtypes import NAME_OF, dtype_written
+from meshtrain.state.filemap import PlannedFile, digest, index_of, plan_files
 from meshtrain.state.folder import INDEX
 from meshtrain.state.header import TensorInfo
 from meshtrain.state.publish import (
@@ -54,7 +55,7 @@ def plan_save(
     values may need it.
     """
     dtypes = {s.key: dtype_written(s.dtype, dtype if s.layout is not None else None) for s in specs}
-    files = plan_files([TensorInfo(s.key, dtypes[s.key], s.shape) for s in specs], max_shard_size)
+    files = plan_files([TensorInfo(s.key, NAME_OF[dtypes[s.key]], s.shape) for s in specs], max_shard_size)
     return SavePlan({spec.key: spec for spec in specs}, dtypes, files)
 
 

@@ -13,7 +13,8 @@ import torch
 
 from meshtrain.errors import Refused
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
-from meshtrain.state.filemap import parse_dtype, parse_size
+from meshtrain.state.dtypes import parse_dtype
+from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained, read_json, regular_inside
 from meshtrain.state.header import TensorEntry, open_regular
 from meshtrain.state.hf_files import copy_tokenizer, main_dtype, with_dtype, with_tie_flag
