@@ -16,12 +16,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import ContractError, MeshtrainError, Refused
+from .errors import ContractError, Damaged, MeshtrainError, Refused
 
 if TYPE_CHECKING:
     from .mesh import init_mesh
     from .parallel import (
         ParallelPlan,
+        allocate,
         cross_entropy,
         initialise,
         linear_cross_entropy,
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
         resolve,
         state_of,
     )
+    from .state.checkpoint import Checkpoint, inspect_checkpoint, save_checkpoint
     from .state.pretrained import load_pretrained, save_pretrained
+    from .state.restore import load_checkpoint
+    from .state.saver import SaveFailed, Saver
     from .train.clip import NonFinite, clip_grad_norm_
     from .train.optim import AdamW, adamw
     from .train.schedule import learning_rate
@@ -38,15 +42,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdamW", "ContractError", "MeshtrainError", "NonFinite", "ParallelPlan", "Refused", "StepResult", "adamw", "clip_grad_norm_",
-    "cross_entropy", "init_mesh", "initialise", "learning_rate", "linear_cross_entropy", "load_plan", "load_pretrained",
-    "parallelize", "resolve", "save_pretrained", "state_of", "train_step",
+    "AdamW", "Checkpoint", "ContractError", "Damaged", "MeshtrainError", "NonFinite", "ParallelPlan", "Refused", "SaveFailed",
+    "Saver", "StepResult", "adamw", "allocate", "clip_grad_norm_", "cross_entropy", "init_mesh", "initialise",
+    "inspect_checkpoint", "learning_rate", "linear_cross_entropy", "load_checkpoint", "load_plan", "load_pretrained",
+    "parallelize", "resolve", "save_checkpoint", "save_pretrained", "state_of", "train_step",
 ]  # fmt: skip
 
 # Imported at the first use: a command line that is refused, or asked for its --help, does not wait for torch.
 _HOME = {
     "init_mesh": ".mesh",
     "ParallelPlan": ".parallel",
+    "allocate": ".parallel",
     "cross_entropy": ".parallel",
     "initialise": ".parallel",
     "linear_cross_entropy": ".parallel",
@@ -54,6 +60,12 @@ _HOME = {
     "parallelize": ".parallel",
     "resolve": ".parallel",
     "state_of": ".parallel",
+    "Checkpoint": ".state.checkpoint",
+    "inspect_checkpoint": ".state.checkpoint",
+    "save_checkpoint": ".state.checkpoint",
+    "load_checkpoint": ".state.restore",
+    "SaveFailed": ".state.saver",
+    "Saver": ".state.saver",
     "load_pretrained": ".state.pretrained",
     "save_pretrained": ".state.pretrained",
     "NonFinite": ".train.clip",

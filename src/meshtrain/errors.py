@@ -9,5 +9,9 @@ class Refused(MeshtrainError, ValueError):
     """Bad input (a flag, plan, mesh, file or config), found before anything was started. Exit status 2."""
 
 
+class Damaged(Refused):
+    """A file is not what was written: damaged since, truncated, or mixed up with another."""
+
+
 class ContractError(MeshtrainError):
     """The API was used against its contract, in a way that would otherwise train silently wrong."""

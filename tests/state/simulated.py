@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
-from meshtrain.state.pretrained import Held, load_shards
+from meshtrain.state.held import Held
+from meshtrain.state.pretrained import load_shards
 from meshtrain.state.specs import specs_of
 from meshtrain.state.team import Team
 from meshtrain.state.transfer import Staging
-from meshtrain.state.writer import SavePlan, plan_save, write_directory, write_own
+from meshtrain.state.writer import Part, SavePlan, plan_save, write_directory, write_own
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 1), (1, 8)]
 
@@ -77,9 +78,9 @@ def save(
     def fill(folder: Path, shared: bool) -> None:
         for coordinate in layouts[0].sizes.coordinates():
             shards = {one.name: cut(whole[one.name], one, coordinate) for one in layouts}
-            write_own(plan, {**shards, **(buffers or {})}, coordinate, folder, Staging(buffer_bytes))
+            write_own(Part(plan, {**shards, **(buffers or {})}), coordinate, folder, Staging(buffer_bytes))
 
-    write_directory(plan, path, fill, lambda folder: None, Team())
+    write_directory([plan], path, fill, lambda folder: None, Team())
     return plan
 
 

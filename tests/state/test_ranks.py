@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from meshtrain.errors import ContractError, MeshtrainError, Refused
 from meshtrain.parallel.layout import MeshSizes
-from meshtrain.state.pretrained import Held, load_shards, save_shards
+from meshtrain.state.held import Held
+from meshtrain.state.pretrained import load_shards, write_parts
 from meshtrain.state.specs import specs_of
 from meshtrain.state.team import Team
 from meshtrain.state.transfer import Staging
-from meshtrain.state.writer import plan_save
+from meshtrain.state.writer import Part, plan_save
 from tests.state import simulated
 
 BUFFERS = {"steps": torch.tensor(7)}
@@ -41,7 +42,7 @@ def held(dp: int, tp: int, fill: float | None = None) -> Held:
 def save(dp: int, tp: int, path: Path, shared: bool | None = None, limit: int | str = 3000) -> None:
     mine = held(dp, tp)
     plan = plan_save(specs_of(mine.layouts, mine.buffers), None, limit)
-    save_shards(plan, mine, path, {"config.json": b"{}\n"}, shared=shared, staging=Staging(2048))
+    write_parts([Part(plan, mine.shards)], mine, path, {"config.json": b"{}\n"}, shared=shared, staging=Staging(2048))
 
 
 def load(dp: int, tp: int, path: Path) -> int:
@@ -216,7 +217,7 @@ def peak_growth(path: Path, megabytes: int) -> tuple[int, int]:
     mine = Held(layouts, {}, shards, coordinate, sizes, Team(dist.group.WORLD))
     plan = plan_save(specs_of(layouts), torch.bfloat16, "50MB")
     growth = []
-    for work in (lambda: save_shards(plan, mine, path, {}), lambda: load_shards(mine, path)):
+    for work in (lambda: write_parts([Part(plan, mine.shards)], mine, path, {}), lambda: load_shards(mine, path)):
         # Writing 5 sets the peak back to the present.
         Path("/proc/self/clear_refs").write_text("5")
         before = resident("VmRSS")

@@ -1,10 +1,10 @@
 """Batches as a function of the step: which token sequences every rank trains on, without state or
 communication.
 
-Sample i of step s is sample number s * global_batch + i of the run, and that number alone (with the seed)
-decides the sequence: see `order.py`. So a run can be stopped and resumed, or go on with another dp size or
-micro-batch, and no sample is repeated or skipped. Every dp rank has the same number of micro-batches in every
-step, of equal size."""
+Sample i of step s is sample number offset + s * global_batch + i of the run, and that number alone (with the seed)
+decides the sequence: see `order.py`. So a run can be stopped and resumed, or go on with another dp size,
+micro-batch or (by the offset) global batch, and no sample is repeated or skipped. Every dp rank has the same
+number of micro-batches in every step, of equal size."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,8 @@ class Batch:
     inputs: Tensor
     """int64 [micro_batch, seq_len]."""
     labels: Tensor
-    """int64 [micro_batch, seq_len]: labels[b, t] is the token that follows inputs[b, t]."""
-    tokens: int
-    """Number of labels that count in the loss: all of them, since packed sequences have no padding."""
+    """int64 [micro_batch, seq_len]: labels[b, t] is the token that follows inputs[b, t]. All of them count in the loss,
+    since packed sequences have no padding."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,24 @@ class TokenDataset:
         """Number of sequences: the samples of one epoch."""
         return self._count
 
-    def sequence_of(self, step: int, index: int, *, global_batch: int) -> int:
-        """The sequence that is sample `index` of the global batch of `step` (both from 0)."""
+    def sequence_of(self, step: int, index: int, *, global_batch: int, offset: int = 0) -> int:
+        """The sequence that is sample `index` of the global batch of `step` (both from 0).
+
+        `offset` counts the samples before step 0, had every step been of `global_batch`: a run that goes on at step s,
+        after n samples and with another global batch, has the offset n - s * global_batch. It may be negative."""
+        sample = offset + step * global_batch + index
         if step < 0 or not 0 <= index < global_batch:
             raise ContractError(
                 f"step {step}, sample {index}: steps count from 0 and the samples of a global batch of "
                 f"{global_batch} from 0 to {global_batch - 1}"
             )
-        return sequence_of_sample(step * global_batch + index, self._count, self.seed)
-
-    def epoch(self, step: int, *, global_batch: int) -> float:
-        """How many times the data has been gone through when `step` starts."""
-        return step * global_batch / self._count
+        if sample < 0:
+            raise ContractError(
+                f"step {step}, sample {index} of a global batch of {global_batch}, at an offset of {offset}, is sample number "
+                f"{sample} of the run, and those count from 0. A run that goes on at step s after n samples has the "
+                "offset n - s * global_batch"
+            )
+        return sequence_of_sample(sample, self._count, self.seed)
 
     def global_tokens(self, step: int, *, global_batch: int) -> int:
         """Labels that count in the loss of `step`, over all ranks and micro-batches. Every rank knows it
@@ -126,13 +131,20 @@ class TokenDataset:
         return global_batch * self.seq_len
 
     def batch(
-        self, step: int, *, global_batch: int, dp: int, dp_rank: int, micro_batch: int | None = None
+        self,
+        step: int,
+        *,
+        global_batch: int,
+        dp: int,
+        dp_rank: int,
+        micro_batch: int | None = None,
+        offset: int = 0,
     ) -> list[Batch]:
         """The micro-batches of dp rank `dp_rank` in `step`, in order, on the CPU.
 
         Rank r has samples r * global_batch / dp .. (r + 1) * global_batch / dp - 1 of the step. Ranks that
-        differ only in tp must pass the same `dp_rank`. Raises Refused for a division that does not work (see
-        `check_batching`), ContractError for a step or rank out of range."""
+        differ only in tp must pass the same `dp_rank`. `offset`: see `sequence_of`. Raises Refused for a division
+        that does not work (see `check_batching`), ContractError for a step, sample number or rank out of range."""
         division = check_batching(global_batch, dp, micro_batch)
         if not 0 <= dp_rank < dp:
             raise ContractError(f"dp_rank {dp_rank} is not in 0..{dp - 1}; pass this rank's coordinate on the dp axis")
@@ -142,8 +154,7 @@ class TokenDataset:
             # One token more than the inputs: the labels are the same tokens, one further on.
             rows = torch.empty(division.micro_batch, self.seq_len + 1, dtype=torch.int64)
             for row in range(division.micro_batch):
-                begin = self.sequence_of(step, start + row, global_batch=global_batch) * self.seq_len
-                rows[row] = self._tokens[begin : begin + self.seq_len + 1]
-            inputs, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-            batches.append(Batch(inputs, labels, division.micro_batch * self.seq_len))
+                sequence = self.sequence_of(step, start + row, global_batch=global_batch, offset=offset)
+                rows[row] = self._tokens[sequence * self.seq_len : (sequence + 1) * self.seq_len + 1]
+            batches.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
         return batches

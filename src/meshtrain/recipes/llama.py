@@ -37,11 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from meshtrain.launch import preload, run
 
         preload(
-            "meshtrain.recipes.prepare", "meshtrain.recipes.report", "meshtrain.train.generate", "meshtrain.train.loop"
+            "meshtrain.recipes.prepare",
+            "meshtrain.recipes.report",
+            "meshtrain.recipes.saving",
+            "meshtrain.train.generate",
+            "meshtrain.train.loop",
         )
         from meshtrain.recipes.prepare import prepare
 
         prepared = prepare(settings)
+        if prepared.finished:
+            print(
+                f"{prepared.out} holds this run, and it is finished: nothing is left to do. Its model is {prepared.export}"
+            )
+            return 0
         # Its threads do not survive the fork; ranks only decode, and it would warn about them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         mesh = settings.mesh
@@ -70,15 +79,7 @@ def train_on_rank(run: Run) -> None:
     """What each rank does, from the mesh to the exported model. Raises KeyboardInterrupt after an interruption."""
     import torch.distributed as dist
 
-    from meshtrain import (
-        adamw,
-        init_mesh,
-        initialise,
-        learning_rate,
-        load_pretrained,
-        parallelize,
-        save_pretrained,
-    )
+    from meshtrain import adamw, init_mesh, learning_rate, parallelize, save_pretrained
     from meshtrain.data import TokenDataset
     from meshtrain.recipes.prepare import build
     from meshtrain.recipes.report import (
@@ -90,6 +91,7 @@ def train_on_rank(run: Run) -> None:
         summarise,
         what_next,
     )
+    from meshtrain.recipes.saving import begin, saving_of
     from meshtrain.train.console import RunConsole
     from meshtrain.train.loop import stop_on_interrupt, train
     from meshtrain.train.step import loss_in_model
@@ -112,29 +114,33 @@ def train_on_rank(run: Run) -> None:
         activation_checkpointing=chosen.activation_checkpoint == "full",
         seed=training.seed,
     )
-    if run.settings.model.init_from is not None:
-        load_pretrained(model, run.settings.model.init_from)
-    else:
-        initialise(model, seed=training.seed)
-    optimizer = adamw(model, lr=training.lr, weight_decay=training.weight_decay)
-
-    def batches(step: int) -> list[tuple[Tensor, Tensor]]:
-        own = dataset.batch(
-            step - 1,
-            global_batch=data.global_batch,
-            dp=chosen.dp,
-            dp_rank=mesh["dp"].get_local_rank(),
-            micro_batch=data.micro_batch,
-        )
-        return [(batch.inputs.to(run.device), batch.labels.to(run.device)) for batch in own]
-
-    def rate(step: int) -> float:
-        return learning_rate(
-            step, peak=training.lr, steps=training.steps, warmup=training.warmup_steps, schedule=training.schedule
-        )
-
     with stop_on_interrupt() as stop:
-        with recording(run, console, out) as report:
+        optimizer, start = begin(
+            run, model, out, tokens, console, lambda: adamw(model, lr=training.lr, weight_decay=training.weight_decay)
+        )
+        # The position in the data is a number of sequences, which another global batch divides into other steps.
+        offset = start.samples - start.step * data.global_batch
+
+        def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+            own = dataset.batch(
+                step - 1,
+                global_batch=data.global_batch,
+                dp=chosen.dp,
+                dp_rank=mesh["dp"].get_local_rank(),
+                micro_batch=data.micro_batch,
+                offset=offset,
+            )
+            return [(batch.inputs.to(run.device), batch.labels.to(run.device)) for batch in own]
+
+        def rate(step: int) -> float:
+            return learning_rate(
+                step, peak=training.lr, steps=training.steps, warmup=training.warmup_steps, schedule=training.schedule
+            )
+
+        with (
+            recording(run, console, out, start.step) as report,
+            saving_of(run, model, optimizer, out, tokens, start, console) as saving,
+        ):
             trained = train(
                 model,
                 optimizer,
@@ -146,8 +152,14 @@ def train_on_rank(run: Run) -> None:
                 loss_sum=loss_in_model,
                 report=report,
                 stop=stop,
+                saving=saving,
+                done=start.step,
+                seen=start.tokens,
             )
-        summarise(console, trained, training.steps)
+        summarise(console, trained, training.steps, checkpoint=saving is not None)
+        if trained.stopped and saving is not None:
+            what_next(console, run, out, None)
+            raise KeyboardInterrupt
         save_pretrained(
             model,
             export,
@@ -158,7 +170,7 @@ def train_on_rank(run: Run) -> None:
         if output.sample and trained.steps and not trained.stopped:
             # The beginning of the sequence that would come next, as all ranks know it.
             prompt = (
-                dataset.batch(trained.steps * data.global_batch, global_batch=1, dp=1, dp_rank=0)[0]
+                dataset.batch(offset + trained.steps * data.global_batch, global_batch=1, dp=1, dp_rank=0)[0]
                 .inputs[0, :PROMPT]
                 .tolist()
             )

@@ -31,6 +31,7 @@ from meshtrain.mesh import check_world_size, pick_device
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import PRESETS, LlamaConfig, config_for
 from meshtrain.parallel import Resolved
+from meshtrain.recipes.resume import find_run
 from meshtrain.recipes.settings import DataSettings, Settings
 from meshtrain.state import check_against, inspect_pretrained
 from meshtrain.state.dtypes import WEIGHTS
@@ -60,6 +61,8 @@ class Run:
     export: Path
     device: str
     """"cpu" or "cuda"."""
+    finished: bool = False
+    """Whether --out holds this very run, with nothing left to do."""
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -108,6 +111,9 @@ def prepare(settings: Settings) -> Run:
     if settings.model.init_from is not None:
         check_against(resolved.layouts, inspect_pretrained(settings.model.init_from))
     out, export = _targets_of(settings, name)
+    found = find_run(settings, config, out, export)
+    if found.state in ("new", "begun"):
+        _check_unused(export, "--export" if settings.output.export is not None else "--out")
     _check_space(export, resolved, settings)
     find_files(settings.data.data)
     return Run(
@@ -122,6 +128,7 @@ def prepare(settings: Settings) -> Run:
         out=out,
         export=export,
         device=device,
+        finished=found.state == "finished",
     )
 
 
@@ -165,6 +172,21 @@ def _check_numbers(settings: Settings) -> None:
         raise Refused(f"--seed is {training.seed}: it must be a whole number from 0 to 2**63 - 1. Choose another")
     if not 0 < mesh.timeout < math.inf:
         raise Refused(f"--timeout is {mesh.timeout} seconds: it must be above 0, and finite. The default is 300")
+    checkpoint = settings.checkpoint
+    for flag, count in (
+        ("--save-every", checkpoint.save_every),
+        ("--keep", checkpoint.keep),
+        ("--keep-every", checkpoint.keep_every),
+        ("--max-restarts", checkpoint.max_restarts),
+    ):
+        if count < 0:
+            raise Refused(f"{flag} is {count}: it must be 0 or more. --help says what 0 means")
+    if not 0 <= checkpoint.save_minutes < math.inf:
+        raise Refused(f"--save-minutes is {checkpoint.save_minutes}: it must be 0 or more, and finite. Use 0 for none")
+    if checkpoint.elastic and not checkpoint.max_restarts:
+        raise Refused(
+            "--elastic: has an effect on restarts only, and --max-restarts is 0. Give --max-restarts, as in 10"
+        )
     if output.sample < 0:
         raise Refused(f"--sample is {output.sample}: it must be 0 or more. Use 0 for no sample")
 
@@ -222,10 +244,6 @@ def _targets_of(settings: Settings, name: str) -> tuple[Path, Path]:
     out = Path(output.out) if output.out is not None else Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if os.path.lexists(out) and not out.is_dir():
         raise Refused(f"--out {out}: exists and is not a directory. Choose another")
-    if os.path.lexists(out / METRICS):
-        raise Refused(
-            f"--out {out}: holds a run already ({METRICS}), and nothing is overwritten. Choose another directory, or remove this one"
-        )
     export = Path(output.export) if output.export is not None else out / "export"
     flag = "--export" if output.export is not None else "--out"
     if _within(out, export):
@@ -243,13 +261,16 @@ def _targets_of(settings: Settings, name: str) -> tuple[Path, Path]:
             f"{flag}: {export} and --init-from {source} are the same, or one is in the other. Choose another directory"
         )
     check_target(export)
+    _check_writable(out, "--out")
+    _check_writable(export, flag)
+    return out, export
+
+
+def _check_unused(export: Path, flag: str) -> None:
     if export.is_dir() and any(export.iterdir()):
         raise Refused(
             f"{flag}: {export} holds a model already, and nothing is overwritten. Choose another directory, or remove this one"
         )
-    _check_writable(out, "--out")
-    _check_writable(export, flag)
-    return out, export
 
 
 def _within(path: Path, folder: Path) -> bool:

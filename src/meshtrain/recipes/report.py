@@ -10,7 +10,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,15 @@ from meshtrain.data import TokenDataset
 from meshtrain.environment import environment
 from meshtrain.parallel.objects import gather_values
 from meshtrain.recipes.prepare import Run, build, tokens_of
+from meshtrain.recipes.resume import course
+from meshtrain.recipes.saving import how_to_resume
+from meshtrain.state.checkpoints import CHECKPOINTS
 from meshtrain.train.console import RunConsole, count, duration
 from meshtrain.train.generate import generate
 from meshtrain.train.loop import Trained
 from meshtrain.train.metrics import METRICS, SETTINGS, MetricsFile, StepMetrics, write_settings
 
+LOCK = ".lock"
 WINDOW = 64
 """Tokens that the model looks back on while it writes the sample."""
 ALONE_BYTES = 2**30
@@ -91,31 +95,55 @@ def introduce(console: RunConsole, run: Run, dataset: TokenDataset, out: Path) -
 
 
 @contextmanager
-def recording(run: Run, console: RunConsole, out: Path) -> Iterator[Callable[[StepMetrics], None] | None]:
-    """On the first rank: make the files of the run in `out`, and give the function that records and shows a step."""
+def recording(run: Run, console: RunConsole, out: Path, done: int) -> Iterator[Callable[[StepMetrics], None] | None]:
+    """On the first rank: make the files of the run in `out`, and give the function that records and shows a step.
+
+    done: steps made before. Their lines in metrics.jsonl stay. Nobody else can record there meanwhile.
+    """
     if dist.get_rank() != 0:
         yield None
         return
-    chosen = run.settings.mesh
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        metrics = MetricsFile(out / METRICS)  # first: it fails where another run has begun in the meantime
-    except FileExistsError as error:
-        raise Refused(f"--out {out}: another run has begun there in the meantime. Choose another directory") from error
+    with ExitStack() as stack:
+        stack.enter_context(sole_user(out))
+        metrics = stack.enter_context(MetricsFile(out / METRICS, done))
+        _write_settings(run, out)
+        view = stack.enter_context(console.steps(run.settings.training.steps))
+
+        def report(step: StepMetrics) -> None:
+            metrics.write(step)
+            view.show(step)
+
+        yield report
+
+
+@contextmanager
+def sole_user(out: Path) -> Iterator[None]:
+    """Hold the run's directory, until the block or the process ends. Raises Refused where another process holds it."""
+    import fcntl  # absent on Windows
+
+    with open(out / LOCK, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(
+                f"--out {out}: another run is at work there just now ({LOCK} is held). Choose another directory, or wait for it"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def _write_settings(run: Run, out: Path) -> None:
+    chosen = run.settings.mesh
     write_settings(
         out / SETTINGS,
         dict(run.settings.items()),
         mesh={"dp": chosen.dp, "tp": chosen.tp, "device": run.device},
         model=run.config.to_hf(),
         plan=_plan_as_data(run),
+        course=course(run.settings, run.config, None),
     )
-    with metrics as file, console.steps(run.settings.training.steps) as view:
-
-        def report(metrics: StepMetrics) -> None:
-            file.write(metrics)
-            view.show(metrics)
-
-        yield report
 
 
 def _plan_as_data(run: Run) -> dict[str, Any] | str:
@@ -125,12 +153,11 @@ def _plan_as_data(run: Run) -> dict[str, Any] | str:
         return str(run.plan)
 
 
-def summarise(console: RunConsole, trained: Trained, steps: int) -> None:
-    """Say how the loop went."""
+def summarise(console: RunConsole, trained: Trained, steps: int, *, checkpoint: bool) -> None:
+    """Say how the loop went. checkpoint: whether an interrupted run can go on from one."""
     if trained.stopped:
-        console.say(
-            f"interrupted after step {trained.steps} of {steps}; exporting the model as it is", style="bold yellow"
-        )
+        what = "it can go on from its checkpoint" if checkpoint else "exporting the model as it is"
+        console.say(f"interrupted after step {trained.steps} of {steps}; {what}", style="bold yellow")
     if trained.steps:
         console.say(
             f"first loss {trained.first_loss:.4f}, last loss {trained.last_loss:.4f}, {trained.steps} steps in "
@@ -162,10 +189,21 @@ def show_sample(console: RunConsole, run: Run, prompt: list[int], text: list[int
     console.say(f"{run.tokenizer.decode(prompt)}|{run.tokenizer.decode(text)}")
 
 
-def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:
-    """Say what there is now, and what can be done with it."""
+def what_next(console: RunConsole, run: Run, out: Path, export: Path | None) -> None:
+    """Say what there is now, and what can be done with it. export: None for a run that was interrupted."""
     chosen = run.settings.mesh
+    python = Path(sys.executable)
+    program = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else 'python'} -m meshtrain.recipes.llama"
     console.say()
+    if export is None:
+        console.label(
+            "model", f"{out / CHECKPOINTS}   (each opens in transformers and whatever else reads safetensors)"
+        )
+        console.say(
+            "to go on, on this mesh or any other, give the same command and the directory of the run:", style="bold"
+        )
+        console.say(f"    {how_to_resume(program, run, out)}")
+        return
     console.label("model", f"{export}   (opens in transformers and whatever else reads safetensors)")
     console.label("metrics", f"{out / METRICS}   (one JSON object a step; the settings are in {SETTINGS} beside it)")
     console.say("what to do next", style="bold")
@@ -175,8 +213,7 @@ def what_next(console: RunConsole, run: Run, out: Path, export: Path) -> None:
     console.say(
         f"    model, tokenizer = (kind.from_pretrained({str(export)!r}) for kind in (AutoModelForCausalLM, AutoTokenizer))"
     )
-    data, python = run.settings.data, Path(sys.executable)
-    program = f"{python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else 'python'} -m meshtrain.recipes.llama"
+    data = run.settings.data
     same = {
         "dp": chosen.dp,
         "tp": chosen.tp,

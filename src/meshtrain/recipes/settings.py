@@ -103,11 +103,35 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True)
+class CheckpointSettings:
+    """Checkpoints, and going on from them. Each is a Hugging Face model directory too: OUT/checkpoints/step-NNNNNNNN."""
+
+    save_every: int = 0
+    """Steps between checkpoints; 0 for none by steps. One is written at the end and when interrupted, unless both are 0."""
+    save_minutes: float = 10.0
+    """Minutes between checkpoints; 0 for none by time."""
+    keep: int = 3
+    """Newest checkpoints to keep; 0 for all of them."""
+    keep_every: int = 0
+    """Keep those at multiples of this many steps for good; 0 for none."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """When a checkpoint cannot be written: end the run, or say so and go on."""
+    resume: str = "auto"
+    """auto goes on where --out holds a run; never refuses to; a checkpoint, or the directory of a run, is started from."""
+    allow_change: Annotated[str | None, arg(metavar="NAMES", help_behavior_hint="(default: none)")] = None
+    """Settings that may differ from those of the resumed run though they alter its course, as in steps,lr."""
+    max_restarts: int = 0
+    """How often to start the ranks anew, from the newest checkpoint, after one failed."""
+    elastic: bool = False
+    """Start anew with fewer ranks along dp when ranks were lost."""
+
+
+@dataclass(frozen=True)
 class OutputSettings:
     """What it leaves behind."""
 
     out: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: runs/MODEL-DATE-TIME)")] = None
-    """Directory of the run: metrics.jsonl, settings.json and, unless --export says otherwise, export/."""
+    """Directory of the run: metrics.jsonl, settings.json, checkpoints/ and, unless --export says otherwise, export/."""
     export: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: OUT/export)")] = None
     """Directory for the trained model, in the form that transformers opens."""
     export_dtype: Annotated[
@@ -126,6 +150,7 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
     config: Annotated[str | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
     """Run file (TOML) with these settings as keys; the command line wins over it."""
@@ -144,7 +169,7 @@ def flag_of(name: str) -> str:
 def _groups() -> dict[str, type[Any]]:
     return {
         "mesh": MeshSettings, "model": ModelSettings, "data": DataSettings, "training": TrainingSettings,
-        "output": OutputSettings,
+        "checkpoint": CheckpointSettings, "output": OutputSettings,
     }  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshtrain.errors import Refused
-from meshtrain.state.folder import WEIGHTS
 from meshtrain.state.header import TensorInfo, make_header
 
 _UNITS = {
@@ -33,6 +32,7 @@ class PlannedFile:
     """A file that will be written."""
 
     name: str
+    """Path below the directory, with "/"."""
     head: bytes
     """Header length and header, as they go to the file."""
     size: int
@@ -41,11 +41,13 @@ class PlannedFile:
     """Key -> the byte at which its data begins."""
 
 
-def plan_files(tensors: Sequence[TensorInfo], max_shard_size: int | str = "5GB") -> list[PlannedFile]:
+def plan_files(
+    tensors: Sequence[TensorInfo], max_shard_size: int | str = "5GB", base: str = "model"
+) -> list[PlannedFile]:
     """Spread tensors, in the order given, over files of at most `max_shard_size` bytes of data (as
     transformers does).
 
-    A larger tensor gets a file of its own. One file is named model.safetensors, several model-00001-of-0000N.
+    A larger tensor gets a file of its own. One file is named BASE.safetensors, several BASE-00001-of-0000N.
     """
     limit = parse_size(max_shard_size)
     groups: list[list[TensorInfo]] = [[]]
@@ -63,18 +65,19 @@ def plan_files(tensors: Sequence[TensorInfo], max_shard_size: int | str = "5GB")
     groups = [group for group in groups if group] + alone or [[]]
     files = []
     for number, group in enumerate(groups, 1):
-        name = WEIGHTS if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        part = "" if len(groups) == 1 else f"-{number:05}-of-{len(groups):05}"
+        name = f"{base}{part}.safetensors"
         head, starts = make_header(group)
         files.append(PlannedFile(name, head, len(head) + sum(tensor.nbytes for tensor in group), starts))
     return files
 
 
 def index_of(files: Sequence[PlannedFile]) -> dict[str, Any] | None:
-    """The content of model.safetensors.index.json; None for a single file, which has none."""
+    """The content of BASE.safetensors.index.json; None for a single file, which has none."""
     if len(files) == 1:
         return None
     total = sum(file.size - len(file.head) for file in files)
-    weight_map = {key: file.name for file in files for key in file.starts}
+    weight_map = {key: file.name.rpartition("/")[2] for file in files for key in file.starts}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 

@@ -6,67 +6,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from meshtrain.errors import ContractError
-from meshtrain.parallel.layout import MeshSizes, ParamLayout
 from meshtrain.parallel.materialise import allocate
-from meshtrain.parallel.state import state_of
 from meshtrain.state.dtypes import parse_dtype
 from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained
-from meshtrain.state.hf_files import (
-    hf_config,
-    hf_generation_config,
-    main_dtype,
-    settle_keys,
-    with_dtype,
-    write_tokenizer,
-)
+from meshtrain.state.held import Held, held_by, model_part
+from meshtrain.state.hf_files import write_tokenizer
 from meshtrain.state.publish import write_file
 from meshtrain.state.reader import check_copies, digest_of, read_own
-from meshtrain.state.specs import (
-    TensorSpec,
-    canonical,
-    check_against,
-    layouts_of_plain,
-    persistent_buffers,
-    specs_of,
-)
-from meshtrain.state.team import JOIN_SECONDS, Team
+from meshtrain.state.specs import TensorSpec, check_against, specs_of
+from meshtrain.state.team import JOIN_SECONDS
 from meshtrain.state.transfer import Staging
-from meshtrain.state.writer import (
-    SavePlan,
-    attempt,
-    check_shards,
-    json_bytes,
-    plan_save,
-    relay_to_first,
-    write_directory,
-    write_own,
-)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What this process holds of a model, as plain data."""
-
-    layouts: Sequence[ParamLayout]
-    buffers: Mapping[str, Tensor]
-    """Persistent buffers, whole on every rank, by canonical name."""
-    shards: Mapping[str, Tensor]
-    """Local tensors of parameters and buffers, by canonical name."""
-    coordinate: tuple[int, int]
-    sizes: MeshSizes
-    team: Team
+from meshtrain.state.writer import Part, Sums, attempt, check_shards, relay_to_first, write_directory, write_own
 
 
 def save_pretrained(
@@ -101,44 +58,41 @@ def save_pretrained(
     parse_size(max_shard_size)
     held = held_by(model)
     held.team.join("save_pretrained", join_seconds)
-    plan: SavePlan | None = None
-    texts: dict[str, bytes] = {}
+    found: tuple[Part, dict[str, bytes]] | None = None
 
     def prepare() -> None:
-        nonlocal plan
-        specs, config = settle_keys(specs_of(held.layouts, held.buffers), hf_config(model), model)
-        check_shards(specs, held.shards, held.coordinate)
-        plan = plan_save(specs, wanted, max_shard_size)
-        if config is not None:
-            texts["config.json"] = json_bytes(with_dtype(config, _written(plan)))
-        if (generation := hf_generation_config(model, generation_config)) is not None:
-            texts["generation_config.json"] = json_bytes(generation)
+        nonlocal found
+        found = model_part(held, model, wanted, max_shard_size, generation_config)
 
     held.team.agree(attempt(prepare))
-    assert plan is not None
-    return save_shards(plan, held, path, texts, tokenizer)
+    assert found is not None
+    part, texts = found
+    return write_parts([part], held, path, texts, tokenizer)
 
 
-def save_shards(
-    plan: SavePlan,
+def write_parts(
+    parts: Sequence[Part],
     held: Held,
     path: str | os.PathLike[str],
     texts: Mapping[str, bytes],
     tokenizer: Any = None,
     *,
-    shared: bool | None = None,
     staging: Staging | None = None,
+    sums: Sums | None = None,
+    **how: Any,
 ) -> Path:
-    """The part of save_pretrained after all decisions: write the planned files, `texts` and the tokenizer.
-    Collective.
+    """What follows all decisions: write the planned files, `texts` and the tokenizer. Collective.
+
+    sums: gathers what this rank contributes to the checksums. how: see `write_directory`.
     """
     staging = staging or Staging()
 
     def fill(folder: Path, shared: bool) -> None:
-        if shared:
-            write_own(plan, held.shards, held.coordinate, folder, staging)
-        else:
-            relay_to_first(plan, held.shards, held.sizes, folder, held.team, staging)
+        for part in parts:
+            if shared:
+                write_own(part, held.coordinate, folder, staging, sums)
+            else:
+                relay_to_first(part, held.sizes, folder, held.team, staging, sums)
 
     def beside(folder: Path) -> None:
         if tokenizer is not None:
@@ -146,7 +100,7 @@ def save_shards(
         for name, content in texts.items():
             write_file(folder / name, content)
 
-    return write_directory(plan, path, fill, beside, held.team, shared=shared)
+    return write_directory([part.plan for part in parts], path, fill, beside, held.team, sums=sums, **how)
 
 
 def load_pretrained(model: nn.Module, path: str | os.PathLike[str], *, join_seconds: float = JOIN_SECONDS) -> None:
@@ -187,51 +141,3 @@ def load_shards(held: Held, path: str | os.PathLike[str], *, staging: Staging | 
     held.team.same(seen, f"the checkpoint {path}")
     held.team.agree(attempt(read_own, specs, sources, held.shards, held.coordinate, staging))
     return staging
-
-
-def held_by(model: nn.Module) -> Held:
-    """What this process holds of a model. Raises ContractError for one that is cut by anything but
-    parallelize.
-    """
-    buffers = {name: _whole(name, buffer) for name, buffer in persistent_buffers(model).items()}
-    try:
-        state = state_of(model)
-    except ContractError:
-        # Not parallelized; but one that was sharded otherwise holds parts, whatever its parameters are just now.
-        if any(isinstance(p, DTensor) for p in model.parameters()) or _uses_fsdp(model):
-            raise
-        layouts = layouts_of_plain(model)
-        shards = {canonical(name): p.detach() for name, p in model.named_parameters()}
-        return Held(layouts, buffers, {**shards, **buffers}, (0, 0), MeshSizes(1, 1), Team())
-    ranks = state.mesh.mesh.flatten().tolist()
-    if ranks != list(range(dist.get_world_size())):
-        raise ContractError(
-            f"the mesh of the model has ranks {ranks}; saving and loading need all {dist.get_world_size()} "
-            f"ranks of the default "
-            "process group, in order. Make the mesh with init_mesh"
-        )
-    group = state.world if state.sizes.world > 1 else None
-    shards = {**state.local_shards(), **buffers}
-    return Held(state.layouts, buffers, shards, state.coordinate, state.sizes, Team(group))
-
-
-def _uses_fsdp(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _whole(name: str, buffer: Tensor) -> Tensor:
-    if not isinstance(buffer, DTensor):
-        return buffer.detach()
-    if not all(placement.is_replicate() for placement in buffer.placements):
-        raise ContractError(
-            f"buffer {name} is cut over the mesh ({buffer.placements}); buffers have to be whole on every rank"
-        )
-    return buffer.to_local().detach()
-
-
-def _written(plan: SavePlan) -> torch.dtype | None:
-    sizes: dict[torch.dtype, int] = {}
-    for key, spec in plan.specs.items():
-        if spec.layout is not None:
-            sizes[plan.dtypes[key]] = sizes.get(plan.dtypes[key], 0) + spec.layout.numel
-    return main_dtype(sizes)

@@ -14,6 +14,7 @@ from torch import Tensor
 from meshtrain.errors import Refused
 from meshtrain.state.header import TensorEntry, open_regular
 from meshtrain.state.specs import TensorSpec
+from meshtrain.state.sums import Sums
 from meshtrain.state.transfer import Staging, read_shard, same_shard
 
 Sources = Mapping[str, Sequence[TensorEntry]]
@@ -26,6 +27,7 @@ def read_own(
     shards: Mapping[str, Tensor],
     coordinate: tuple[int, int],
     staging: Staging,
+    sums: Sums | None = None,
 ) -> None:
     """Fill the local tensors of a coordinate in place, file by file in the order of the bytes.
 
@@ -38,7 +40,9 @@ def read_own(
     for file, wanted in by_file.items():
         with open_regular(file) as (descriptor, _):
             for entry, spec in sorted(wanted, key=lambda item: item[0].offset):
-                read_shard(descriptor, entry, spec, coordinate, shards[spec.name], staging)
+                # What several ranks read counts once, as in the file.
+                total = sums.of(entry.file, entry.offset) if sums and spec.writes(*coordinate) else None
+                read_shard(descriptor, entry, spec, coordinate, shards[spec.name], staging, total)
 
 
 def check_copies(specs: Sequence[TensorSpec], sources: Sources, coordinate: tuple[int, int], staging: Staging) -> None:

@@ -78,7 +78,7 @@ def export(
         for name, content in texts.items():
             write_file(out / name, content)
 
-    return write_directory(plan, target, fill, beside, Team())
+    return write_directory([plan], target, fill, beside, Team())
 
 
 def _spec(key: str, entry: TensorEntry) -> TensorSpec:

@@ -59,7 +59,7 @@ class TensorSpec:
 
     def writes(self, dp: int, tp: int) -> bool:
         """Whether a coordinate writes its part: of replicas only the first does."""
-        return self.layout.writes(tp) if self.layout is not None else (dp, tp) == (0, 0)
+        return self.layout.writes(tp) if self.layout is not None and self.shape else (dp, tp) == (0, 0)
 
     def local_shape(self, dp: int, tp: int) -> tuple[int, ...]:
         """Shape of the local tensor at a coordinate."""
@@ -114,6 +114,8 @@ def specs_of(layouts: Iterable[ParamLayout], buffers: Mapping[str, torch.Tensor]
     for name, buffer in (buffers or {}).items():
         specs.append(TensorSpec(name, name, (name,), tuple(buffer.shape), buffer.dtype, None))
     for spec in specs:
+        if spec.name == "__metadata__":
+            raise Refused("a tensor named '__metadata__' would make a safetensors file that nobody can read; rename it")
         if spec.dtype not in NAME_OF:
             raise Refused(
                 f"{spec.name}: dtype {spec.dtype} cannot be stored as safetensors; convert it to one of "

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshtrain.errors import ContractError, MeshtrainError, Refused
+from meshtrain.errors import ContractError, Damaged, MeshtrainError, Refused
 
 JOIN_SECONDS = 30.0
 _MESSAGE_BYTES = 4000
-_KINDS: tuple[type[MeshtrainError], ...] = (Refused, ContractError, MeshtrainError)
+_KINDS: tuple[type[MeshtrainError], ...] = (Damaged, Refused, ContractError, MeshtrainError)
 
 _joined: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -106,6 +106,28 @@ class Team:
     def all(self, flag: bool) -> bool:
         """Whether the flag is set on every rank."""
         return flag if self.size == 1 else all(row == b"\1" for row in self._gather(b"\1" if flag else b"\0"))
+
+    def xor(self, numbers: list[int]) -> list[int]:
+        """The bitwise XOR over all ranks of each of as many 32-bit numbers as every rank brings."""
+        if self.size == 1 or not numbers:
+            return numbers
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        if self._device.type == "cpu":
+            dist.all_reduce(mine, dist.ReduceOp.BXOR, group=self.group)
+            return [int(number) for number in mine.tolist()]
+        rows = [torch.empty_like(mine) for _ in range(self.size)]  # nccl has no XOR
+        dist.all_gather(rows, mine, group=self.group)
+        for row in rows[1:]:
+            rows[0] ^= row
+        return [int(number) for number in rows[0].tolist()]
+
+    def gather(self, row: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length, by rank."""
+        if self.size == 1:
+            return [row]
+        lengths = [int.from_bytes(each, "little") for each in self._gather(len(row).to_bytes(8, "little"))]
+        padded = self._gather(row.ljust(max(lengths), b"\0"))
+        return [each[:length] for each, length in zip(padded, lengths)]
 
     def from_first(self, text: str) -> str:
         """The text of rank 0."""

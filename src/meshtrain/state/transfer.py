@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshtrain.errors import MeshtrainError, Refused
 from meshtrain.parallel.layout import Block, contiguous_runs
+from meshtrain.state.checksum import Contribution
 from meshtrain.state.dtypes import NAME_OF, TORCH_OF
 from meshtrain.state.header import TensorEntry
 from meshtrain.state.specs import TensorSpec
@@ -110,6 +111,15 @@ def write_piece(
         position = end
 
 
+def sum_piece(spec: TensorSpec, piece: Piece, dtype: torch.dtype, staging: Staging, total: Contribution) -> None:
+    """Add the piece that the buffer holds to what this process contributes to the tensor's checksum."""
+    size, position = dtype.itemsize, 0
+    for first, count in contiguous_runs(spec.extent, piece.where):
+        end = position + count * size
+        total.add(staging.bytes[position:end], first * size)
+        position = end
+
+
 def write_shard(
     descriptor: int,
     start: int,
@@ -118,12 +128,15 @@ def write_shard(
     local: Tensor,
     dtype: torch.dtype,
     staging: Staging,
+    total: Contribution | None = None,
 ) -> None:
-    """Write what a coordinate holds of one tensor; its data begins at byte `start` of the file."""
+    """Write what a coordinate holds of one tensor; its data begins at byte `start` of the file. `total` sums it up."""
     local = local.detach().reshape(spec.local_shape(*coordinate) or (1,))
     for block in spec.blocks(*coordinate):
         for piece in pieces(block, staging.nbytes // dtype.itemsize):
             stage(spec.name, local[piece.local], dtype, staging)
+            if total is not None:
+                sum_piece(spec, piece, dtype, staging, total)
             write_piece(descriptor, start, spec, piece, dtype, staging)
 
 
@@ -134,13 +147,16 @@ def read_shard(
     coordinate: tuple[int, int],
     local: Tensor,
     staging: Staging,
+    total: Contribution | None = None,
 ) -> None:
-    """Fill what a coordinate holds of one tensor from its own byte intervals, converting the dtype."""
+    """Fill what a coordinate holds of one tensor from its own byte intervals, converting the dtype. `total` sums them up."""
     dtype = torch_dtype(entry)
     local = local.detach().view(spec.local_shape(*coordinate) or (1,))
     for block in spec.blocks(*coordinate):
         for piece in pieces(block, staging.nbytes // dtype.itemsize):
             read_piece(descriptor, entry, spec, piece, staging.bytes, staging.traffic)
+            if total is not None:
+                sum_piece(spec, piece, dtype, staging, total)
             local[piece.local].copy_(staging.tensor(dtype, piece.shape))
 
 

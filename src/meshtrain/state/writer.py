@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from meshtrain.errors import ContractError
 from meshtrain.parallel.layout import MeshSizes
 from meshtrain.state.dtypes import NAME_OF, dtype_written
 from meshtrain.state.filemap import PlannedFile, digest, index_of, plan_files
-from meshtrain.state.folder import INDEX
 from meshtrain.state.header import TensorInfo
+from meshtrain.state.manifest import FileSums, sums_of_tensors
 from meshtrain.state.publish import (
     check_space,
     check_target,
@@ -33,30 +33,48 @@ from meshtrain.state.publish import (
     write_file,
 )
 from meshtrain.state.specs import TensorSpec
+from meshtrain.state.sums import Sums
 from meshtrain.state.team import Team
-from meshtrain.state.transfer import Staging, pieces, stage, write_piece, write_shard
+from meshtrain.state.transfer import Staging, pieces, stage, sum_piece, write_piece, write_shard
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Everything that the files follow from; equal on every rank."""
+    """Everything that a set of files follows from; equal on every rank."""
 
     specs: dict[str, TensorSpec]
     """By the key in the file."""
     dtypes: dict[str, torch.dtype]
     """Key -> the dtype in the file."""
     files: list[PlannedFile]
+    base: str = "model"
+    """What the names of the files begin with."""
+
+    def nbytes(self, key: str) -> int:
+        """Bytes of a tensor in its file."""
+        return math.prod(self.specs[key].shape) * self.dtypes[key].itemsize
+
+
+class Part(NamedTuple):
+    """One kind of tensors to be written: the model's, or one moment of the optimizer."""
+
+    plan: SavePlan
+    shards: Mapping[str, Tensor]
+    """What this process holds, by the name of the spec."""
 
 
 def plan_save(
-    specs: Sequence[TensorSpec], dtype: torch.dtype | None = None, max_shard_size: int | str = "5GB"
+    specs: Sequence[TensorSpec],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    base: str = "model",
 ) -> SavePlan:
     """Decide dtypes and files. `dtype` applies to floating parameters; buffers keep theirs, as their
     values may need it.
     """
     dtypes = {s.key: dtype_written(s.dtype, dtype if s.layout is not None else None) for s in specs}
-    files = plan_files([TensorInfo(s.key, NAME_OF[dtypes[s.key]], s.shape) for s in specs], max_shard_size)
-    return SavePlan({spec.key: spec for spec in specs}, dtypes, files)
+    infos = [TensorInfo(s.key, NAME_OF[dtypes[s.key]], s.shape) for s in specs]
+    return SavePlan({spec.key: spec for spec in specs}, dtypes, plan_files(infos, max_shard_size, base), base)
 
 
 def check_shards(specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coordinate: tuple[int, int]) -> None:
@@ -82,9 +100,10 @@ def check_shards(specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coor
 
 
 def write_own(
-    plan: SavePlan, shards: Mapping[str, Tensor], coordinate: tuple[int, int], folder: Path, staging: Staging
+    part: Part, coordinate: tuple[int, int], folder: Path, staging: Staging, sums: Sums | None = None
 ) -> None:
     """Write this coordinate's bytes into the files of `folder`, and make them durable."""
+    plan = part.plan
     for file in plan.files:
         mine = [key for key in file.starts if plan.specs[key].writes(*coordinate)]
         if not mine:
@@ -92,34 +111,28 @@ def write_own(
         descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for key in mine:
-                spec = plan.specs[key]
-                write_shard(
-                    descriptor,
-                    file.starts[key],
-                    spec,
-                    coordinate,
-                    shards[spec.name],
-                    plan.dtypes[key],
-                    staging,
-                )
+                spec, local = plan.specs[key], part.shards[plan.specs[key].name]
+                total = sums.of(folder / file.name, file.starts[key]) if sums is not None else None
+                write_shard(descriptor, file.starts[key], spec, coordinate, local, plan.dtypes[key], staging, total)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
 def relay_to_first(
-    plan: SavePlan,
-    shards: Mapping[str, Tensor],
+    part: Part,
     sizes: MeshSizes,
     folder: Path,
     team: Team,
     staging: Staging,
+    sums: Sums | None = None,
 ) -> None:
     """Send every piece to rank 0, which writes it: for file systems that not all ranks see. Collective.
 
     A rank that fails goes on sending or receiving, since the others wait for it; the failure is shared after
     each file.
     """
+    plan, shards = part
     for file in plan.files:
         error: Exception | None = None
         descriptor = -1
@@ -139,6 +152,10 @@ def relay_to_first(
                             if team.rank == owner and error is None:
                                 local = shards[spec.name].detach().reshape(spec.local_shape(*coordinate) or (1,))
                                 error = attempt(stage, spec.name, local[piece.local], dtype, staging)
+                                if sums is not None and error is None:
+                                    sum_piece(
+                                        spec, piece, dtype, staging, sums.of(folder / file.name, file.starts[key])
+                                    )
                             data = staging.tensor(dtype, piece.shape).view(-1).view(torch.uint8)
                             if owner != 0 and team.rank == owner:
                                 team.send_to_first(data)
@@ -153,55 +170,85 @@ def relay_to_first(
 
 
 def write_directory(
-    plan: SavePlan,
+    plans: Sequence[SavePlan],
     target: str | os.PathLike[str],
     fill: Callable[[Path, bool], None],
     beside: Callable[[Path], None],
     team: Team,
     *,
     shared: bool | None = None,
+    sums: Sums | None = None,
+    seal: Callable[[Path, dict[str, FileSums]], None] = lambda folder, found: None,
+    check: Callable[[Path], None] = check_target,
+    published: Callable[[Path], None] = lambda target: None,
 ) -> Path:
-    """Make the model directory `target`: complete, or not at all. Collective over `team`.
+    """Make the directory `target`: complete, or not at all. Collective over `team`.
 
     fill(folder, shared): writes the tensors into the files, which have their headers and final sizes;
         `shared` says whether every rank sees the folder.
     beside(folder): called on rank 0, first, writes the other files (config, tokenizer).
     shared: None finds out by looking for the folder from every rank.
+    sums: what `fill` gathers of the checksums of what this rank writes.
+    seal(folder, found): called on rank 0 when all else is written; `found` are the checksums of the files in `plans`.
+    check(target): raises Refused for a target that may not be replaced.
+    published(target): called on rank 0 when the directory is in its place for good.
 
     Raises on every rank when any rank fails (Refused for a target that may not be replaced, MeshtrainError
     with rank and cause otherwise); then nothing is left behind, and a directory that was there before is
     untouched.
     """
     named, target = os.path.abspath(target), Path(os.path.realpath(target))
-    team.same(digest(plan.files, named), f"the set of files to write to {target}")
+    files = [file for plan in plans for file in plan.files]
+    team.same(digest(files, named), f"the set of files to write to {target}")
     with ExitStack() as stack:
         folder = Path()
 
         def begin() -> None:
             nonlocal folder
-            check_target(target)
+            check(target)
             folder = stack.enter_context(temporary_directory(target))
-            check_space(folder, sum(file.size for file in plan.files))
+            check_space(folder, sum(file.size for file in files))
+            for parent in {folder / file.name for file in files}:
+                parent.parent.mkdir(exist_ok=True)
             beside(folder)
-            for file in plan.files:
+            for file in files:
                 with open(folder / file.name, "xb") as handle:
                     handle.write(file.head)
                     handle.truncate(file.size)
 
         def finish() -> None:
+            for plan in plans:
+                if (index := index_of(plan.files)) is not None:
+                    write_file(folder / f"{plan.base}.safetensors.index.json", json_bytes(index))
+            seal(folder, found)
             fsync_files(folder)
-            if (index := index_of(plan.files)) is not None:
-                write_file(folder / INDEX, json_bytes(index))
-            check_target(target)
+            check(target)
             publish(folder, target)
+            published(target)
 
         team.agree(attempt(begin) if team.rank == 0 else None)
         folder = Path(team.from_first(str(folder)))
         if shared is None:
             shared = team.all(folder.is_dir())
         team.agree(attempt(fill, folder, shared))
+        found = _sums_of(files, plans, sums, folder, team) if sums is not None else {}
         team.agree(attempt(finish) if team.rank == 0 else None)
     return target
+
+
+def _sums_of(
+    files: Sequence[PlannedFile], plans: Sequence[SavePlan], sums: Sums, folder: Path, team: Team
+) -> dict[str, FileSums]:
+    """The checksums of files that the ranks have written together. Collective."""
+    nbytes = {(file.name, key): plan.nbytes(key) for plan in plans for file in plan.files for key in file.starts}
+    places = [
+        (folder / file.name, start, nbytes[file.name, key]) for file in files for key, start in file.starts.items()
+    ]
+    whole = iter(sums.combined(places, team))
+    return {
+        file.name: sums_of_tensors(file.head, {key: (next(whole), nbytes[file.name, key]) for key in file.starts})
+        for file in files
+    }
 
 
 def attempt(call: Callable[..., None], *args: Any) -> Exception | None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from .clip import NonFinite
 from .metrics import StepMetrics, peak_memory_bytes
+from .saving import Saving
 from .step import LossSum, MicroBatch, loss_of_logits, train_step
 
 SAME_INTERRUPTION_S = 3.0
@@ -65,9 +66,9 @@ class Trained:
     """How a loop went; the same on all ranks."""
 
     steps: int
-    """Steps made."""
+    """Steps made, those before this loop among them."""
     first_loss: float
-    """Of the first step; NaN when there was none."""
+    """Of the first step of this loop; NaN when there was none."""
     last_loss: float
     seconds: float
     stopped: bool
@@ -86,36 +87,43 @@ def train(
     loss_sum: LossSum = loss_of_logits,
     report: Callable[[StepMetrics], None] | None = None,
     stop: StopRequest | None = None,
+    saving: Saving | None = None,
+    done: int = 0,
+    seen: int = 0,
 ) -> Trained:
-    """Make `steps` steps. Collective: every rank calls it alike.
+    """Make the steps after `done`, up to `steps`. Collective: every rank calls it alike.
 
     batches: step (the first is 1) -> this rank's micro-batches, on the model's device. learning_rate: step -> rate.
     tokens: step -> labels that count in the global batch; None has every step sum them over dp. max_norm, loss_sum: see
     `train_step`. report: called on this rank after each step.
     stop: once true on any rank, all ranks stop after the same step; it rides in the reduction that the step makes anyway.
+    saving: checkpoints, also after the last step; the caller waits for them. done, seen: steps made, and tokens trained
+        on, before this call.
 
-    Raises NonFinite, naming the step, before a weight is changed.
+    Raises NonFinite, naming the step, before a weight is changed; what `saving` raises when a save fails.
     """
     first = last = math.nan
-    done = seen = 0
-    stopped = False
+    begun, stopped = done, False
     start = before = time.perf_counter()
-    for step in range(1, steps + 1):
+
+    def flags() -> tuple[bool, ...]:
+        return (bool(stop), *(saving.flags() if saving is not None else ()))
+
+    for step in range(done + 1, steps + 1):
         rate = learning_rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate
         count = tokens(step) if tokens is not None else None
-        asked = stop is not None and bool(stop)
         try:
             result = train_step(
-                model, optimizer, batches(step), max_norm=max_norm, tokens=count, loss_sum=loss_sum, stop=asked
+                model, optimizer, batches(step), max_norm=max_norm, tokens=count, loss_sum=loss_sum, flags=flags
             )
         except NonFinite as error:
             raise NonFinite(f"step {step}: {error}") from error
         now = time.perf_counter()
         seconds, before = now - before, now
         done, seen, last = step, seen + result.tokens, result.loss
-        first = result.loss if step == 1 else first
+        first = result.loss if step == begun + 1 else first
         if report is not None:
             report(
                 StepMetrics(
@@ -129,7 +137,10 @@ def train(
                     peak_memory_bytes=peak_memory_bytes(),
                 )
             )
-        if result.stop:
+        stopping, *heard = result.flags
+        if saving is not None:
+            saving.after_step(step, seen, heard, last=stopping or step == steps)
+        if stopping:
             stopped = step < steps
             break
     return Trained(done, first, last, time.perf_counter() - start, stopped)

@@ -42,11 +42,12 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """metrics.jsonl of one run: made new, one JSON object a line, each line handed to the system at once."""
+    """metrics.jsonl of one run: one JSON object a line, each line handed to the system at once."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises FileExistsError: lines of two runs never mix."""
-        self._file: IO[str] = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed by close()
+    def __init__(self, path: Path, after: int = 0) -> None:
+        """Keep the lines of the first `after` steps, which a resumed run goes on from, and drop those that it makes again."""
+        rewind(path, after)
+        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(asdict(metrics)) + "\n")
@@ -65,6 +66,24 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def rewind(path: Path, after: int) -> None:
+    """Drop the lines of metrics.jsonl that are not of the first `after` steps, or not whole. Nothing is half done when cut."""
+    if not path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.rewound")
+    with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
+        for line in old:
+            try:
+                kept = line.endswith("\n") and int(json.loads(line)["step"]) <= after
+            except (ValueError, KeyError, TypeError):
+                kept = False
+            if kept:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)
 
 
 def peak_memory_bytes() -> int:

@@ -38,8 +38,8 @@ class StepResult:
     """Before clipping."""
     tokens: int
     """Tokens with a label in the global batch."""
-    stop: bool = False
-    """Whether any rank asked to stop."""
+    flags: tuple[bool, ...] = ()
+    """Each of the flags that `train_step` was given: whether it was set on any rank."""
 
 
 def loss_of_logits(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -83,12 +83,13 @@ def train_step(
     max_norm: float = math.inf,
     tokens: int | None = None,
     loss_sum: LossSum = loss_of_logits,
-    stop: bool = False,
+    flags: Callable[[], Sequence[bool]] = tuple,
 ) -> StepResult:
     """Run one step on this rank's micro-batches (as many on every rank). Collective.
 
     tokens: labels that count in the global batch, where the data knows it; else an all-reduce counts them.
-    stop: this rank wants the run to end; all ranks learn of it in the result, without a collective of its own.
+    flags: what this rank has to tell (that it wants the run to end, say), as many on every rank; all ranks learn of it in
+        the result, without a collective of its own. Called when the gradients are there, so that late news still counts.
 
     Raises NonFinite, on every rank and before any weight changes, when the loss or a gradient is not finite; it names
     the ranks.
@@ -112,16 +113,17 @@ def train_step(
             (loss * scale).backward()
             total += loss.detach().double()
         own = total if tp_index == 0 else torch.zeros_like(total)
-        clipped = clip_and_sum(model, max_norm, [own, torch.full_like(own, float(stop))])
+        told = [torch.full_like(own, float(flag)) for flag in flags()]
+        clipped = clip_and_sum(model, max_norm, [own, *told])
         mean = float(clipped.also[0]) / max(1, tokens)
-        norm, stopping = float(clipped.norm), float(clipped.also[1]) > 0
+        norm, heard = float(clipped.norm), tuple(float(flag) > 0 for flag in clipped.also[1:])
         if not math.isfinite(mean) or not math.isfinite(norm):
             _raise_non_finite(model, float(total), mean, norm)
         optimizer.step()
     finally:
         # Also after an error: what is left of this step must not be added to the next one.
         optimizer.zero_grad()
-    return StepResult(mean, norm, tokens, stopping)
+    return StepResult(mean, norm, tokens, heard)
 
 
 def _raise_non_finite(model: nn.Module, own: float, mean: float, norm: float) -> None:

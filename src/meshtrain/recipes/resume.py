@@ -1,0 +1,221 @@
+"""Going on with a run: what is in its directory, where it goes on from, and which settings must be what they were.
+
+What is found before the ranks start (`find_run`) is only a look: the ranks take the newest checkpoint that is intact
+when they load it (`resume`), which also holds for ranks that are started again in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshtrain.errors import Damaged, Refused
+from meshtrain.flags import nearest
+from meshtrain.models.llama_config import LlamaConfig
+from meshtrain.parallel.objects import gather_values
+from meshtrain.recipes.settings import Settings
+from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.checkpoints import CHECKPOINTS, checkpoints_in, newest_complete
+from meshtrain.state.folder import read_json
+from meshtrain.state.restore import load_checkpoint
+from meshtrain.train.metrics import METRICS, SETTINGS
+
+KEPT = (
+    "model", "init-from", "dtype", "data", "tokenizer", "seq-len", "global-batch", "steps", "lr", "warmup", "schedule",
+    "weight-decay", "max-norm", "seed",
+)  # fmt: skip
+"""Settings that decide the course of a run. The others (mesh, micro-batch, recomputation ...) change it by rounding only."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    """Sequences trained on so far, over all ranks."""
+    checkpoint: Path | None = None
+    course: Mapping[str, Any] = field(default_factory=dict)
+    """What decided the course of the run that is gone on with."""
+    skipped: tuple[str, ...] = ()
+    """Why newer checkpoints were not taken."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A look at --out and --resume before anything starts."""
+
+    state: Literal["new", "begun", "resumable", "finished"]
+    checkpoint: Checkpoint | None = None
+
+
+def course(settings: Settings, config: LlamaConfig, data: Mapping[str, str] | None) -> dict[str, Any]:
+    """The settings in KEPT as JSON, by what they mean rather than how they were written. data: hashes of it, once known."""
+    flat = dict(settings.items())
+    known = data or {}
+    return {
+        **{name: flat[name] for name in KEPT},
+        "model": config.to_hf(),
+        "warmup": settings.training.warmup_steps,
+        "data": known.get("content"),
+        "tokenizer": known.get("tokenizer"),
+    }
+
+
+def check_course(before: Mapping[str, Any], now: Mapping[str, Any], settings: Settings, where: Path) -> None:
+    """Raise Refused for settings that differ from those of the run that is gone on with, unless --allow-change names them."""
+    allowed = allowed_changes(settings)
+    for name in KEPT:
+        old, new = before.get(name), now.get(name)
+        if name in ("data", "tokenizer") and (old is None or new is None):
+            continue  # not known yet: the ranks look again
+        if old == new or name in allowed:
+            continue
+        if name == "model":
+            ours, theirs = dict(new or {}), dict(old or {})
+            key = min(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+            what = f"its {key} was {theirs.get(key)!r} and is {ours.get(key)!r}"
+        elif name in ("data", "tokenizer"):
+            what = "it has other content than before"
+        else:
+            what = f"it was {old!r} and is {new!r}"
+        raise Refused(
+            f"--{name}: {what}, which would alter the course of the run in {where}. Give it as it was, name it in "
+            f"--allow-change {name} to go on all the same, or choose another --out"
+        )
+
+
+def allowed_changes(settings: Settings) -> set[str]:
+    """The names in --allow-change. Raises Refused for one that is no setting that matters."""
+    text = settings.checkpoint.allow_change
+    names = [name.strip().removeprefix("--").replace("_", "-") for name in (text or "").split(",") if name.strip()]
+    for name in names:
+        if name not in KEPT:
+            raise Refused(
+                f"--allow-change {name}: no setting of that name is held to what it was{nearest(name, KEPT)} They are "
+                f"{', '.join(KEPT)}"
+            )
+    return set(names)
+
+
+def find_run(settings: Settings, config: LlamaConfig, out: Path, export: Path) -> Found:
+    """What --out and --resume hold. Raises Refused for a run that may not, or cannot, be gone on with."""
+    allowed_changes(settings)
+    resume = settings.checkpoint.resume
+    if resume not in ("auto", "never"):
+        newest = _named(resume, out)
+        if os.path.lexists(out / METRICS) and not _is_in(newest.path, out):
+            raise Refused(
+                f"--resume {resume}: is no checkpoint of the run that --out {out} holds. Choose another --out for what follows it"
+            )
+        _check(newest, settings, config)
+        return Found("resumable", newest)
+    if not os.path.lexists(out / METRICS) and not checkpoints_in(out / CHECKPOINTS):
+        return Found("new")
+    if resume == "never":
+        raise Refused(
+            f"--out {out}: holds a run already, and --resume never forbids to go on with it. Choose another directory, or remove "
+            "this one"
+        )
+    found, skipped = newest_complete(out / CHECKPOINTS)
+    if found is None and skipped:
+        raise Refused(
+            f"--out {out}: none of its {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0][1]}. Choose another --out"
+        )
+    if found is None:
+        if export.is_dir() and any(export.iterdir()):
+            raise Refused(
+                f"--out {out}: holds a run already that left no checkpoint to go on from, and nothing is overwritten. Choose "
+                "another directory, or remove this one"
+            )
+        _check_begun(settings, config, out)
+        return Found("begun")
+    _check(found, settings, config)
+    finished = found.step >= settings.training.steps and export.is_dir() and any(export.iterdir())
+    return Found("finished" if finished else "resumable", found)
+
+
+def resume(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path) -> Start:
+    """Load the newest intact checkpoint of the run in `out`, or of --resume, and return where it was. Collective.
+
+    Raises Damaged when there are checkpoints and none is intact.
+    """
+    named = settings.checkpoint.resume
+    skipped: list[str] = []
+    before: int | None = None
+    while (path := _newest_for_all(out, named, before, skipped)) is not None:
+        try:
+            found = load_checkpoint(model, optimizer, path)
+        except Damaged as error:
+            skipped.append(str(error))
+            if not _is_in(path, out):
+                raise
+            before = int(path.name.rpartition("-")[2])
+            continue
+        run = found.run
+        return Start(found.step, int(run["tokens"]), int(run["samples"]), path, dict(run["course"]), tuple(skipped))
+    if skipped:
+        raise Damaged(f"{out}: none of its {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0]}")
+    return Start()
+
+
+def will_resume(settings: Settings, out: Path) -> bool:
+    """Whether there is a checkpoint to load. Collective: all ranks go by what the first one sees."""
+    named = settings.checkpoint.resume
+    return bool(gather_values(named not in ("auto", "never") or bool(checkpoints_in(out / CHECKPOINTS)))[0])
+
+
+def _newest_for_all(out: Path, named: str, before: int | None, skipped: list[str]) -> Path | None:
+    """The path that rank 0 chooses, so that no two ranks go on from different steps."""
+    choice: tuple[str | None, list[str]] = (None, [])
+    if torch.distributed.get_rank() == 0:
+        found, why = newest_complete(out / CHECKPOINTS, before)
+        # Later generations of ranks go on from what this run has saved since, not from what it began with.
+        if found is None and not why and before is None and named not in ("auto", "never"):
+            found = _named(named, out)
+        choice = (str(found.path) if found is not None else None, [text for _, text in why])
+    path, why = gather_values(choice)[0]
+    skipped.extend(why)
+    return Path(path) if path is not None else None
+
+
+def _named(given: str, out: Path) -> Checkpoint:
+    """The checkpoint that --resume names: itself, or the newest of a run. Raises Refused."""
+    folder = Path(given)
+    if not given or not folder.is_dir():
+        raise Refused(f"--resume {given}: no such directory. Give auto, never, a checkpoint, or the directory of a run")
+    for place in (folder / CHECKPOINTS, folder):
+        if checkpoints_in(place):
+            found, skipped = newest_complete(place)
+            if found is None:
+                raise Refused(f"--resume {given}: none of its checkpoints is intact. The newest: {skipped[0][1]}")
+            return found
+    return inspect_checkpoint(folder)
+
+
+def _check(found: Checkpoint, settings: Settings, config: LlamaConfig) -> None:
+    before = found.run.get("course")
+    if not isinstance(before, Mapping):
+        raise Refused(
+            f"{found.path}: does not say which settings its run had, so it was not written by this program. Start from its "
+            "weights with --init-from"
+        )
+    check_course(before, course(settings, config, None), settings, found.path)
+
+
+def _check_begun(settings: Settings, config: LlamaConfig, out: Path) -> None:
+    if (out / SETTINGS).is_file():
+        before = read_json(out / SETTINGS).get("course")
+        if isinstance(before, Mapping):
+            check_course(before, course(settings, config, None), settings, out)
+
+
+def _is_in(path: Path, folder: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

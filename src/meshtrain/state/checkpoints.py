@@ -1,0 +1,110 @@
+"""The folder of a run's checkpoints: names, the newest complete one, `latest`, and which old ones go. No tensors here."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from meshtrain.errors import Damaged, Refused
+from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.publish import fsync_directory, write_file
+
+CHECKPOINTS, LATEST = "checkpoints", "latest"
+_NAME = re.compile(r"step-(\d{8,18})")
+_LEFT = re.compile(r"\.(step-\d{8,18}\.(tmp|old)|latest)-[0-9a-f]{16}")
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint after `step` steps."""
+    return f"step-{step:08}"
+
+
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint, newest first. Temporary directories are not among them."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(int(match[1]), folder / name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted((step, path) for step, path in found if path.is_dir())[::-1]
+
+
+def move_latest(folder: Path, name: str) -> None:
+    """Have `latest` name a checkpoint, durably. It is a help for people: readers look for the newest themselves."""
+    temporary = folder / f".{LATEST}-{secrets.token_hex(8)}"
+    try:
+        write_file(temporary, f"{name}\n".encode())
+        os.rename(temporary, folder / LATEST)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_directory(folder)
+
+
+def prune(folder: Path, keep: int | None, milestone: int = 0, protect: int | None = None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints; return the paths of those that went.
+
+    keep: None keeps all. milestone: those at its multiples stay (0: none do). protect: the step of the newest complete
+    one, which stays whatever else is there, and from which the newest are counted.
+    A name disappears before its content, so that no half-removed checkpoint is ever found.
+    """
+    if keep is None:
+        return []
+    found = [(step, path) for step, path in checkpoints_in(folder) if protect is None or step <= protect]
+    removed = []
+    for step, path in found[max(1, keep) :]:
+        if milestone and step % milestone == 0:
+            continue
+        aside = folder / f".{path.name}.old-{secrets.token_hex(8)}"
+        os.rename(path, aside)
+        removed.append(path)
+        shutil.rmtree(aside, ignore_errors=True)
+    if removed:
+        fsync_directory(folder)
+    return removed
+
+
+def sweep(folder: Path) -> None:
+    """Remove what saves and removals that were killed have left. Only while nobody else saves to this folder."""
+    with suppress(FileNotFoundError):
+        for name in os.listdir(folder):
+            if _LEFT.fullmatch(name):
+                path = folder / name
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise Refused for a place that cannot be a folder of checkpoints."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise Refused(f"{folder}: exists and is not a directory. Move it away, or choose another place with --out")
+
+
+def newest_complete(folder: Path, before: int | None = None) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest checkpoint that is complete by its manifest, headers and JSON, and why newer ones were skipped.
+
+    before: only those of fewer steps. Raises Refused for one that another version wrote, which is no reason to go back.
+    """
+    skipped: list[tuple[Path, str]] = []
+    for step, path in checkpoints_in(folder):
+        if before is not None and step >= before:
+            continue
+        try:
+            found = inspect_checkpoint(path)
+            if found.step != step:
+                raise Damaged(f"{path}: was written after step {found.step}; somebody renamed it")
+            return found, skipped
+        except Damaged as error:
+            skipped.append((path, str(error)))
+        except Refused as error:
+            if path.is_dir() and os.listdir(path):
+                raise
+            skipped.append((path, str(error)))
+    return None, skipped
