@@ -12,11 +12,12 @@ from torch import Tensor
 
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
 from meshtrain.state.held import Held
+from meshtrain.state.placing import write_own
 from meshtrain.state.pretrained import load_shards
 from meshtrain.state.specs import specs_of
 from meshtrain.state.team import Team
 from meshtrain.state.transfer import Staging
-from meshtrain.state.writer import Part, SavePlan, plan_save, write_directory, write_own
+from meshtrain.state.writer import Part, SavePlan, plan_save, write_directory
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 1), (1, 8)]
 
@@ -78,7 +79,7 @@ def save(
     def fill(folder: Path, shared: bool) -> None:
         for coordinate in layouts[0].sizes.coordinates():
             shards = {one.name: cut(whole[one.name], one, coordinate) for one in layouts}
-            write_own(Part(plan, {**shards, **(buffers or {})}), coordinate, folder, Staging(buffer_bytes))
+            write_own([Part(plan, {**shards, **(buffers or {})})], coordinate, folder, Staging(buffer_bytes))
 
     write_directory([plan], path, fill, lambda folder: None, Team())
     return plan

@@ -47,9 +47,10 @@ def test_loading_on_a_mesh_gives_every_rank_its_elements_and_reads_no_others(dp:
 
 def test_writing_moves_each_byte_once(tmp_path: Path) -> None:
     whole = simulated.whole_tensors()
+    from meshtrain.state.placing import write_own
     from meshtrain.state.specs import specs_of
     from meshtrain.state.transfer import Staging
-    from meshtrain.state.writer import Part, plan_save, write_own
+    from meshtrain.state.writer import Part, plan_save
 
     layouts = simulated.layouts(2, 4)
     plan = plan_save(specs_of(layouts))
@@ -58,7 +59,7 @@ def test_writing_moves_each_byte_once(tmp_path: Path) -> None:
     staging = Staging(4096)
     for coordinate in layouts[0].sizes.coordinates():
         shards = {one.name: simulated.cut(whole[one.name], one, coordinate) for one in layouts}
-        write_own(Part(plan, shards), coordinate, tmp_path, staging)
+        write_own([Part(plan, shards)], coordinate, tmp_path, staging)
     # What tp replicates is cut over dp and written by the first tp rank alone.
     assert staging.traffic.written == sum(tensor.nbytes for tensor in whole.values())
 
@@ -188,7 +189,9 @@ _dtypes = st.sampled_from(
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 )
 _shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-_keys = st.text(st.characters(codec="utf-8", categories=("L", "N")) | st.sampled_from("._-"), min_size=1, max_size=12).filter(lambda key: key != "__metadata__")
+_keys = st.text(
+    st.characters(codec="utf-8", categories=("L", "N")) | st.sampled_from("._-"), min_size=1, max_size=12
+).filter(lambda key: key != "__metadata__")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -54,18 +54,29 @@ class Contribution:
 
     def add(self, data: memoryview, offset: int) -> None:
         """Bytes that lie at `offset` of the message."""
-        end = offset + len(data)
-        gap = end - self._end
-        if gap < 0:  # another block of the message, further to the front
-            self._sum ^= shift(raw(data), -gap)
-            return
-        if self._sum:
-            table = _table(gap)
-            a = self._sum
-            a = table[a & 255] ^ table[256 + (a >> 8 & 255)] ^ table[512 + (a >> 16 & 255)] ^ table[768 + (a >> 24)]
-            self._sum = a
-        self._sum ^= raw(data)
-        self._end = end
+        self.add_rows(data, [offset], len(data))
+
+    def add_rows(self, data: memoryview, offsets: Iterable[int], nbytes: int) -> None:
+        """Rows of `nbytes` each, which `data` holds one after another, and which lie at these offsets of the message."""
+        total, end, position, distance = self._sum, self._end, 0, -1
+        table: list[int] = []
+        for offset in offsets:
+            own = zlib.crc32(data[position : position + nbytes], _ONES) ^ _ONES
+            position += nbytes
+            gap = offset + nbytes - end
+            if gap < 0:  # another block of the message, further to the front
+                total ^= shift(own, -gap)
+                continue
+            if total:
+                if gap != distance:
+                    distance, table = gap, _table(gap)
+                total = (
+                    table[total & 255] ^ table[256 + (total >> 8 & 255)] ^ table[512 + (total >> 16 & 255)]
+                    ^ table[768 + (total >> 24)]
+                )  # fmt: skip
+            total ^= own
+            end = offset + nbytes
+        self._sum, self._end = total, end
 
     def within(self, nbytes: int) -> int:
         """The contribution to a message of `nbytes`."""

@@ -18,12 +18,14 @@ from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained
 from meshtrain.state.held import Held, held_by, model_part
 from meshtrain.state.hf_files import write_tokenizer
+from meshtrain.state.placing import relay_to_first, write_own
 from meshtrain.state.publish import write_file
 from meshtrain.state.reader import check_copies, digest_of, read_own
 from meshtrain.state.specs import TensorSpec, check_against, specs_of
+from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS
 from meshtrain.state.transfer import Staging
-from meshtrain.state.writer import Part, Sums, attempt, check_shards, relay_to_first, write_directory, write_own
+from meshtrain.state.writer import Part, attempt, check_shards, write_directory
 
 
 def save_pretrained(
@@ -88,11 +90,11 @@ def write_parts(
     staging = staging or Staging()
 
     def fill(folder: Path, shared: bool) -> None:
+        if shared:
+            write_own(parts, held.coordinate, folder, staging, sums)
+            return
         for part in parts:
-            if shared:
-                write_own(part, held.coordinate, folder, staging, sums)
-            else:
-                relay_to_first(part, held.sizes, folder, held.team, staging, sums)
+            relay_to_first(part, held.sizes, folder, held.team, staging, sums)
 
     def beside(folder: Path) -> None:
         if tokenizer is not None:

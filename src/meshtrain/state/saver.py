@@ -184,7 +184,8 @@ class Saver:
 
         def published(target: Path) -> None:
             move_latest(self.folder, target.name)
-            removed.extend(prune(self.folder, self._keep, self._milestone, content.step))
+            with suppress(OSError):  # the checkpoint is safe all the same, and the next save tries again
+                removed.extend(prune(self.folder, self._keep, self._milestone, content.step))
 
         try:
             path = write_checkpoint(

@@ -113,11 +113,9 @@ def write_piece(
 
 def sum_piece(spec: TensorSpec, piece: Piece, dtype: torch.dtype, staging: Staging, total: Contribution) -> None:
     """Add the piece that the buffer holds to what this process contributes to the tensor's checksum."""
-    size, position = dtype.itemsize, 0
-    for first, count in contiguous_runs(spec.extent, piece.where):
-        end = position + count * size
-        total.add(staging.bytes[position:end], first * size)
-        position = end
+    size = dtype.itemsize
+    runs = list(contiguous_runs(spec.extent, piece.where))  # all of one length
+    total.add_rows(staging.bytes, [first * size for first, _ in runs], runs[0][1] * size)
 
 
 def write_shard(
@@ -128,16 +126,29 @@ def write_shard(
     local: Tensor,
     dtype: torch.dtype,
     staging: Staging,
-    total: Contribution | None = None,
 ) -> None:
-    """Write what a coordinate holds of one tensor; its data begins at byte `start` of the file. `total` sums it up."""
+    """Write what a coordinate holds of one tensor; its data begins at byte `start` of the file."""
     local = local.detach().reshape(spec.local_shape(*coordinate) or (1,))
     for block in spec.blocks(*coordinate):
         for piece in pieces(block, staging.nbytes // dtype.itemsize):
             stage(spec.name, local[piece.local], dtype, staging)
-            if total is not None:
-                sum_piece(spec, piece, dtype, staging, total)
             write_piece(descriptor, start, spec, piece, dtype, staging)
+
+
+def sum_shard(
+    spec: TensorSpec,
+    coordinate: tuple[int, int],
+    local: Tensor,
+    dtype: torch.dtype,
+    staging: Staging,
+    total: Contribution,
+) -> None:
+    """Add what a coordinate holds of one tensor to what it contributes to the tensor's checksum."""
+    local = local.detach().reshape(spec.local_shape(*coordinate) or (1,))
+    for block in spec.blocks(*coordinate):
+        for piece in pieces(block, staging.nbytes // dtype.itemsize):
+            stage(spec.name, local[piece.local], dtype, staging)
+            sum_piece(spec, piece, dtype, staging, total)
 
 
 def read_shard(

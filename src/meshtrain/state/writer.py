@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from meshtrain.errors import ContractError
-from meshtrain.parallel.layout import MeshSizes
 from meshtrain.state.dtypes import NAME_OF, dtype_written
 from meshtrain.state.filemap import PlannedFile, digest, index_of, plan_files
 from meshtrain.state.header import TensorInfo
@@ -35,7 +34,6 @@ from meshtrain.state.publish import (
 from meshtrain.state.specs import TensorSpec
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import Team
-from meshtrain.state.transfer import Staging, pieces, stage, sum_piece, write_piece, write_shard
 
 
 @dataclass(frozen=True)
@@ -97,76 +95,6 @@ def check_shards(specs: Sequence[TensorSpec], shards: Mapping[str, Tensor], coor
                 f"{spec.name}: is on the meta device and holds no data. Materialise the model first "
                 f"(initial weights, to_empty)"
             )
-
-
-def write_own(
-    part: Part, coordinate: tuple[int, int], folder: Path, staging: Staging, sums: Sums | None = None
-) -> None:
-    """Write this coordinate's bytes into the files of `folder`, and make them durable."""
-    plan = part.plan
-    for file in plan.files:
-        mine = [key for key in file.starts if plan.specs[key].writes(*coordinate)]
-        if not mine:
-            continue
-        descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for key in mine:
-                spec, local = plan.specs[key], part.shards[plan.specs[key].name]
-                total = sums.of(folder / file.name, file.starts[key]) if sums is not None else None
-                write_shard(descriptor, file.starts[key], spec, coordinate, local, plan.dtypes[key], staging, total)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def relay_to_first(
-    part: Part,
-    sizes: MeshSizes,
-    folder: Path,
-    team: Team,
-    staging: Staging,
-    sums: Sums | None = None,
-) -> None:
-    """Send every piece to rank 0, which writes it: for file systems that not all ranks see. Collective.
-
-    A rank that fails goes on sending or receiving, since the others wait for it; the failure is shared after
-    each file.
-    """
-    plan, shards = part
-    for file in plan.files:
-        error: Exception | None = None
-        descriptor = -1
-        if team.rank == 0:
-            try:
-                descriptor = os.open(folder / file.name, os.O_WRONLY | os.O_CLOEXEC)
-            except OSError as failure:
-                error = failure
-        try:
-            for key, start in file.starts.items():
-                spec, dtype = plan.specs[key], plan.dtypes[key]
-                for owner, coordinate in enumerate(sizes.coordinates()):
-                    if not spec.writes(*coordinate) or team.rank not in (0, owner):
-                        continue
-                    for block in spec.blocks(*coordinate):
-                        for piece in pieces(block, staging.nbytes // dtype.itemsize):
-                            if team.rank == owner and error is None:
-                                local = shards[spec.name].detach().reshape(spec.local_shape(*coordinate) or (1,))
-                                error = attempt(stage, spec.name, local[piece.local], dtype, staging)
-                                if sums is not None and error is None:
-                                    sum_piece(
-                                        spec, piece, dtype, staging, sums.of(folder / file.name, file.starts[key])
-                                    )
-                            data = staging.tensor(dtype, piece.shape).view(-1).view(torch.uint8)
-                            if owner != 0 and team.rank == owner:
-                                team.send_to_first(data)
-                            elif owner != 0:
-                                team.receive(data, owner)
-                            if team.rank == 0 and error is None:
-                                error = attempt(write_piece, descriptor, start, spec, piece, dtype, staging)
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        team.agree(error)
 
 
 def write_directory(
