@@ -1,4 +1,5 @@
-"""Median time of a training step, meshtrain against the plain torch recipe, in alternation on the same ranks.
+"""Median time of a training step, meshtrain against the plain torch recipe, in alternation on the same ranks; and the
+share of our CPU time that goes into comparing the batches of tp peers.
 
 python benchmarks/step_time.py                       # 2x2 and 4x2, dim 128, 256, 512
 python benchmarks/step_time.py --meshes 2x2 --dims 256 --rounds 10
@@ -9,6 +10,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from meshtrain.launch import launch, preload
 from meshtrain.mesh import init_mesh
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import LlamaConfig
-from meshtrain.parallel import initialise, parallelize
+from meshtrain.parallel import initialise, parallelize, state_of
 from meshtrain.train.optim import adamw
 from meshtrain.train.step import loss_in_model, train_step
 
@@ -34,6 +37,20 @@ def config(dim: int, layers: int) -> LlamaConfig:
         num_key_value_heads=4,
         head_dim=dim // heads,
     )
+
+
+class Timed:
+    """A function, and the CPU seconds spent in it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.process_time()
+        try:
+            return self.function(*args)
+        finally:
+            self.seconds += time.process_time() - start
 
 
 def measure(dp: int, tp: int, dim: int, layers: int, batch: int, seq: int, rounds: int, block: int) -> None:
@@ -58,21 +75,28 @@ def measure(dp: int, tp: int, dim: int, layers: int, batch: int, seq: int, round
     def their_step(inputs: torch.Tensor, labels: torch.Tensor) -> float:
         return float(plain_torch.step(theirs, their_optimizer, inputs, labels))
 
+    peers: Any = state_of(ours).peers
+    peers.see, peers.contribution = Timed(peers.see), Timed(peers.contribution)
+    shares: list[float] = []
     times: dict[str, list[float]] = {"meshtrain": [], "plain torch": []}
     for turn in range(rounds + 1):
         tokens = torch.randint(0, shape.vocab_size, (block, batch // dp, seq + 1), generator=generator)
         for name, step in (("meshtrain", our_step), ("plain torch", their_step)):
             for ids in tokens:
                 dist.barrier()
-                start = time.perf_counter()
+                peers.see.seconds = peers.contribution.seconds = 0.0
+                start, busy = time.perf_counter(), time.process_time()
                 step(ids[:, :-1], ids[:, 1:])
-                elapsed = time.perf_counter() - start
+                elapsed, busy = time.perf_counter() - start, time.process_time() - busy
                 if turn:  # the first turn warms up
                     times[name].append(elapsed)
+                    if name == "meshtrain":
+                        shares.append((peers.see.seconds + peers.contribution.seconds) / busy)
     if dist.get_rank() == 0:
         ours_ms, theirs_ms = (1e3 * statistics.median(times[name]) for name in times)
         print(
-            f"{dp}x{tp} dim {dim}: meshtrain {ours_ms:.1f} ms, plain torch {theirs_ms:.1f} ms, ratio {ours_ms / theirs_ms:.3f}",
+            f"{dp}x{tp} dim {dim}: meshtrain {ours_ms:.1f} ms, plain torch {theirs_ms:.1f} ms, ratio {ours_ms / theirs_ms:.3f}; "
+            f"comparing the batches of tp peers takes {statistics.median(shares):.2%} of our CPU time",
             flush=True,
         )
 

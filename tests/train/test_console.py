@@ -68,6 +68,67 @@ def test_a_terminal_gets_one_live_line_and_no_color_is_honoured(
     assert (colours is None) == no_color
 
 
+def live_lines(width: int, total: int, monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[str]:
+    """What a terminal of `width` columns shows, one after the other."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = io.StringIO()
+    with shown.StepView(Console(file=out, force_terminal=True, width=width, soft_wrap=True), total) as view:
+        for number in (total // 2, total):
+            clock[0] += 1
+            view.show(step(number))
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out.getvalue()))
+    return [line for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("width", "total", "names"),
+    [
+        (60, 60, "loss tokens/s left"),
+        (60, 1000, "loss tokens/s left"),
+        (60, 100_000, "loss left"),
+        (80, 60, "loss lr norm tokens/s left"),
+        (80, 1000, "loss lr tokens/s left"),
+        (80, 100_000, "loss lr tokens/s left"),
+        (120, 60, "loss lr norm tokens/s MiB left"),
+        (120, 1000, "loss lr norm tokens/s MiB left"),
+    ],
+)
+def test_a_live_line_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float], width: int, total: int, names: str
+) -> None:
+    """Catches a line that the terminal cuts or wraps: at 80 columns the number of the step was lost."""
+    lines = live_lines(width, total, monkeypatch, clock)
+    assert len(lines) >= 3 and all(len(line.rstrip()) <= width for line in lines)
+    assert "starting" in lines[0]
+    for line, number, percent in [(lines[1], total // 2, 50), (lines[-1], total, 100)]:
+        assert line.startswith(f"step {number:>{len(str(total))}}/{total} {percent:>3}%  ")
+        assert [n for n in ("loss", "lr", "norm", "tokens/s", "MiB", "left") if f" {n}" in line] == names.split()
+    assert ("━" * shown.BAR in lines[-1]) == (width == 120)
+
+
+def test_numbers_are_left_out_in_order() -> None:
+    numbers = shown.describe(step(3), 3700)
+    names = [set(shown.fitted(numbers, width)) for width in range(80, 0, -1)]
+    seen = list(dict.fromkeys(tuple(name for name in numbers if name in kept) for kept in names))
+    assert seen == [
+        ("loss", "rate", "norm", "speed", "memory", "left"),
+        ("loss", "rate", "norm", "speed", "left"),
+        ("loss", "rate", "speed", "left"),
+        ("loss", "speed", "left"),
+        ("loss", "left"),
+        ("loss",),
+    ]
+
+
+def test_a_resumed_run_shows_its_first_step(clock: list[float]) -> None:
+    out = io.StringIO()
+    with shown.StepView(Console(file=out, soft_wrap=True), 100) as view:
+        for number in range(51, 55):
+            clock[0] += 0.01
+            view.show(step(number))
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["51/100", "54/100"]
+
+
 def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     console = shown.RunConsole(quiet=True)
     console.say("words")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from meshtrain.data.paths import named_path
 from meshtrain.errors import Refused
 
 _logger = logging.getLogger(__name__)
@@ -20,12 +21,12 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
     Where only the last cannot be written (a read-only or missing home) a warning is logged and a private
     folder under the system's temporary folder is used. Raises Refused if a folder that was named cannot be
     written."""
-    named = chosen or os.environ.get("MESHTRAIN_CACHE")
-    if named:
-        folder = Path(named).expanduser()
+    named = (os.environ.get("MESHTRAIN_CACHE") or None) if chosen is None else chosen
+    if named is not None:
+        by, way_out = "$MESHTRAIN_CACHE" if chosen is None else "cache_dir", "Name a writable folder there"
+        folder = named_path(named, by, way_out)
         if problem := _problem_with(folder):
-            by = "cache_dir" if chosen else "$MESHTRAIN_CACHE"
-            raise Refused(f"{by} is {str(folder)!r}, which cannot be written: {problem}. Name a writable folder there")
+            raise Refused(f"{by} is {str(folder)!r}, which cannot be written: {problem}. {way_out}")
         return folder
     try:
         folder = Path.home() / ".cache" / "meshtrain"

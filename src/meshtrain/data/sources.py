@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from meshtrain.data.paths import named_path
 from meshtrain.errors import Refused
 
 _logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def find_files(data: str | Path | None) -> list[Path]:
     """
     if data is None:
         return [BUILTIN_TEXT]
-    root = Path(data).expanduser()
+    ways_out = f"Give a {', '.join(SUFFIXES)} file or a folder of them, or leave it out to use the embedded text"
+    root = named_path(data, "data", ways_out)
     if root.is_file():
         if root.suffix.lower() not in SUFFIXES:
             raise Refused(f"data file {str(root)!r}: {_about_suffix(root)}")
@@ -56,10 +58,7 @@ def find_files(data: str | Path | None) -> list[Path]:
     if not root.is_dir():
         near = difflib.get_close_matches(root.name, _names_in(root.parent), n=1)
         hint = f" (its folder has {near[0]!r})" if near else ""
-        raise Refused(
-            f"data {str(data)!r}: no such file or folder{hint}. Give a {', '.join(SUFFIXES)} file or a "
-            "folder of them, or leave it out to use the embedded text"
-        )
+        raise Refused(f"data {str(data)!r}: no such file or folder{hint}. {ways_out}")
     files: list[Path] = []
     skipped: list[Path] = []
     for folder, subfolders, names in os.walk(root):

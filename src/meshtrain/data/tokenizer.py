@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from meshtrain.data.file_tokenizer import FileTokenizer
+from meshtrain.data.paths import named_path
 from meshtrain.errors import ContractError, Refused
 
 
@@ -152,8 +153,8 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     """
     if spec is None or str(spec) == "bytes":
         return ByteTokenizer()
-    path = Path(spec).expanduser()
     ways_out = 'Give "bytes", the path of a tokenizer.json, or a folder that holds one'
+    path = named_path(spec, "tokenizer", ways_out)
     if path.is_dir():
         folder, path = path, path / "tokenizer.json"
         if not path.is_file():

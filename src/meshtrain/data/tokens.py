@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshtrain.data.cache import atomic_file, cache_directory
+from meshtrain.data.paths import named_path
 from meshtrain.data.progress import Progress, track
 from meshtrain.data.sources import Piece, find_files, read_documents
 from meshtrain.data.tokenizer import Tokenizer
@@ -103,8 +104,8 @@ def prepare_tokens(
 def open_tokens(path: str | Path) -> TokenFile:
     """Map the token file `path` into memory. Raises Refused if it is absent, incomplete or of another
     format."""
-    path = Path(path)
     remake = "Make it anew with prepare_tokens"
+    path = named_path(path, "token file", remake)
     try:
         raw = json.loads(_header_path(path).read_bytes())
         if set(raw) != {field.name for field in fields(TokenFileHeader)}:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import ContractError, Refused
 from . import guards
 from .context import TensorParallel
-from .fsdp_comm import ExchangeReduceScatter, WatchedAllGather
+from .fsdp_comm import ExchangeReduceScatter, WatchedAllGather, gather_ordinary_tensors
 from .gradients import PartialGradients, fsdp_parameters
 from .layout import MeshSizes
 from .plan import ParallelPlan
@@ -105,6 +105,8 @@ def parallelize(
     _check_layouts(model, resolved, mesh)
     state = _install_hooks(model, mesh, resolved, tp, watch, paths)
     reduce_unused([*units, model], paths.see, state.gradients.begin)
+    gather_ordinary_tensors([*units, model])
+    guards.refuse_double_backward([*units, model])
     attach(state)
     log.info(
         "parallelized %s on dp %d x tp %d: %d parameters in %d units, sequence parallel %s, loss parallel %s",
@@ -201,6 +203,12 @@ def _install_hooks(
             # No backward follows. While gathered, the model shows parameters that an optimizer must not hold, and on which
             # freezing and unfreezing is lost.
             state.reshard()
+            if tp.recorded and module.training and torch.is_grad_enabled():
+                raise ContractError(
+                    "the model computed with trainable parameters, in training mode and with gradients enabled, but returned "
+                    "nothing that has a gradient. FSDP follows the backward pass from what the model returns: return the loss "
+                    "(one that is kept in an attribute cannot be used), or run under torch.no_grad()"
+                )
 
     guards.guard_root(model, tp)
     model.register_forward_pre_hook(before, with_kwargs=True)

@@ -90,6 +90,13 @@ def exchange(stacked: Tensor, group: dist.ProcessGroup, wait: Callable[[dist.Wor
     return received
 
 
+def gather_last_raw(x: Tensor, size: int, step: int, axis: Axis) -> Tensor:
+    """Shards of the last dim, the longest of length `step` -> [..., size]"""
+    padded = F.pad(x, (0, step - x.shape[-1])) if x.shape[-1] < step else x
+    stacked = all_gather_raw(padded, axis)
+    return stacked.movedim(0, -2).reshape(*x.shape[:-1], axis.size * step)[..., :size]
+
+
 def _gather(x: Tensor, length: int, axis: Axis) -> Tensor:
     """[..., shard, hidden] of each rank -> [..., length, hidden]"""
     *lead, shard, hidden = x.shape
@@ -175,9 +182,7 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, start: int, step: int, axis: Axis) -> Tensor:
         ctx.start, ctx.width = start, x.shape[-1]
-        padded = F.pad(x, (0, step - x.shape[-1])) if x.shape[-1] < step else x
-        stacked = all_gather_raw(padded, axis)
-        return stacked.movedim(0, -2).reshape(*x.shape[:-1], axis.size * step)[..., :size]
+        return gather_last_raw(x, size, step, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

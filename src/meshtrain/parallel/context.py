@@ -59,6 +59,8 @@ class TensorParallel:
     """What entered last, what it became, and in which state it was."""
     inside: bool = False
     """Whether the root module's forward is running."""
+    recorded: bool = False
+    """Whether a parameter has been read for gradients since a forward pass of the root began."""
 
     @classmethod
     def of(
@@ -147,13 +149,32 @@ class TensorParallel:
             )
         return self.length
 
+    def local(self, parameter: Tensor, owner: str) -> Tensor:
+        """What this tp rank computes with of a parameter of `owner`. Its gradient keeps the parameter's placements."""
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if parameter.device_mesh.ndim != 1:
+            raise ContractError(
+                f"the parameters of '{owner}' are still sharded over dp while it runs: FSDP gathers them in hooks that only "
+                "run when the whole model is called. Call model(x), not model.forward(x) or a submodule of it; for another "
+                "entry point, register it with torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
+            )
+        if torch.compiler.is_compiling():
+            return parameter.to_local()
+        if STALE not in parameter.__dict__:
+            parameter.__dict__[STALE] = _UNSHARDED
+        if not parameter.requires_grad or not torch.is_grad_enabled():
+            return parameter._local_tensor.detach()
+        self.recorded = True
+        return _Local.apply(parameter)
+
     def reset(self) -> None:
         """Forget what entered last."""
         self._entered = None
 
     def enter_root(self) -> None:
         """A forward pass of the whole model begins."""
-        self.inside, self.length, self._entered = True, None, None
+        self.inside, self.length, self._entered, self.recorded = True, None, None, False
 
     def leave_root(self) -> None:
         """It has ended. The length stays: its backward pass may run blocks again."""
@@ -206,30 +227,11 @@ class _Local(torch.autograd.Function):
         parameter.grad = DTensor(gradient.contiguous(), parameter._spec, requires_grad=False)
 
 
-def local(parameter: Tensor, owner: str) -> Tensor:
-    """The tensor that this tp rank computes with. Its gradient keeps the parameter's placements."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if parameter.device_mesh.ndim != 1:
-        raise ContractError(
-            f"the parameters of '{owner}' are still sharded over dp while it runs: FSDP gathers them in hooks that only "
-            "run when the whole model is called. Call model(x), not model.forward(x) or a submodule of it; for another "
-            "entry point, register it with torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
-        )
-    if torch.compiler.is_compiling():
-        return parameter.to_local()
-    if STALE not in parameter.__dict__:
-        parameter.__dict__[STALE] = _UNSHARDED
-    if not parameter.requires_grad or not torch.is_grad_enabled():
-        return parameter._local_tensor.detach()
-    return _Local.apply(parameter)
-
-
-class local_parameters:
+class LocalParameters:
     """Let modules see local tensors as their parameters, inside a `with`: their own forward then runs on them, unchanged."""
 
-    def __init__(self, modules: tuple[tuple[str, nn.Module], ...]) -> None:
-        self.modules = modules
+    def __init__(self, tp: TensorParallel, modules: tuple[tuple[str, nn.Module], ...]) -> None:
+        self.tp, self.modules = tp, modules
 
     def __enter__(self) -> None:
         self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -238,8 +240,13 @@ class local_parameters:
             self.saved.append((held, dict(held)))
             for name, parameter in self.saved[-1][1].items():
                 if parameter is not None:
-                    held[name] = local(parameter, path)
+                    held[name] = self.tp.local(parameter, path)
 
     def __exit__(self, *error: object) -> None:
         for held, before in self.saved:
             held.update(before)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, outside autograd: the local tensor of a DTensor, any other one itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

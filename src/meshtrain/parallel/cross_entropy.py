@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import ContractError
-from .collectives import Axis, all_gather_raw
+from .collectives import Axis, all_gather_raw, gather_last_raw
 
 IGNORED = -100
 """The label of a token without a loss."""
@@ -50,8 +50,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, shard: VocabShard | None)
     valid = labels != IGNORED
     if shard is not None and shard.axis.size > 1 and not shard.loss_parallel:
         width = logits.shape[-1]
-        padded = torch.nn.functional.pad(logits, (0, shard.step - width))
-        whole = all_gather_raw(padded, shard.axis).movedim(0, -2).reshape(len(logits), -1)[:, : shard.vocab]
+        whole = gather_last_raw(logits, shard.vocab, shard.step, shard.axis)
         losses, gradient = _loss_and_gradient(whole, labels, None)
         return losses, gradient.narrow(-1, shard.start, width).contiguous()
     start = shard.start if shard is not None else 0
@@ -134,6 +133,11 @@ def linear_cross_entropy(
     With `shard`, each tp rank passes its rows of the weight and gets the same loss; the gradient of `hidden` is then one
     term of a sum over tp. Returns a scalar in fp32 (fp64 for fp64); 0 when every label is ignored.
     """
+    if isinstance(weight, DTensor):
+        raise ContractError(
+            "linear_cross_entropy() was given a weight that is a DTensor: outside of the forward of its module a parameter is "
+            "not gathered, or cut. Call the output layer with labels, lm_head(hidden, labels), under the style head()"
+        )
     if hidden.shape[:-1] != labels.shape:
         raise ContractError(
             f"labels of shape {list(labels.shape)} do not fit hidden states of shape {list(hidden.shape)}: there must be "

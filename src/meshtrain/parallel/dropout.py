@@ -41,7 +41,7 @@ def install(module: nn.Dropout, path: str, tp: TensorParallel, differs_over_tp: 
         shard = tp.axis.index if differs_over_tp() else 0
         return keyed_dropout(x, module.p, stream_key(tp.seed, f"{path}/{call}/{tp.dp_index}/{shard}"))
 
-    def forward(x: Tensor) -> Tensor:
-        return drop(x) if module.training and module.p > 0 else x
+    def forward(input: Tensor) -> Tensor:  # named as in torch
+        return drop(input) if module.training and module.p > 0 else input
 
-    module.forward = forward  # type: ignore[assignment,method-assign]
+    module.forward = forward  # type: ignore[method-assign]

@@ -1,14 +1,16 @@
-"""What FSDP runs over dp on CPU: a reduce-scatter by exchange and local sum, in place of gloo's all-reduce, and both
-collectives under a watch that finds ranks which wait for each other in different places."""
+"""How FSDP gathers and reduces over dp. On CPU: a reduce-scatter by exchange and local sum, in place of gloo's all-reduce,
+and both collectives under a watch that finds ranks which wait for each other in different places. Everywhere: tensors
+that are gathered in inference mode can be trained later."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .collectives import exchange
 from .watch import Watch
@@ -52,3 +54,22 @@ class ExchangeReduceScatter(_UnitComm):
         torch.sum(received, 0, out=output_tensor.view(-1))
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
+
+
+def gather_ordinary_tensors(units: Iterable[nn.Module]) -> None:
+    """Let these FSDP units gather outside of inference mode. FSDP keeps the tensors that it makes at the first gathering,
+    and inference tensors could never be trained."""
+    for unit in units:
+        for group in cast(Any, unit)._get_fsdp_state()._fsdp_param_groups:
+            group.unshard = _outside_inference_mode(group.unshard)
+            group.wait_for_unshard = _outside_inference_mode(group.wait_for_unshard)
+
+
+def _outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
+    def run(*args: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            return gather(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return gather(*args)
+
+    return run

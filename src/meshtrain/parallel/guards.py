@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ContractError
-from .context import STALE, TensorParallel
+from .context import STALE, TensorParallel, local_tensor
 from .init import hash_bits
 from .objects import gather_values
 
@@ -144,7 +144,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
     whole_matrix = any(name in kind.lower() for name in WHOLE_MATRIX)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if whole_matrix and isinstance(parameter, DTensor) and parameter.numel() != parameter._local_tensor.numel():
+            if whole_matrix and parameter.numel() != local_tensor(parameter).numel():
                 raise ContractError(
                     f"{kind} computes on whole matrices, but would see this rank's shard of one of shape {list(parameter.shape)}: "
                     "its update would depend on the mesh. Use an element-wise optimizer, such as meshtrain's adamw(model, ...)"
@@ -179,7 +179,8 @@ WHOLE_MATRIX = ("muon", "shampoo", "soap", "kfac", "galore")
 
 
 def guard_root(model: nn.Module, tp: TensorParallel) -> None:
-    """Refuse a root forward that did not come through `model(...)`, where FSDP gathers the parameters."""
+    """Refuse a root forward that did not come through `model(...)`, where FSDP gathers the parameters, and say what to do
+    about one that mixes DTensors and local tensors."""
     original = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,6 +190,37 @@ def guard_root(model: nn.Module, tp: TensorParallel) -> None:
                 "Call model(...) instead; another entry point must be registered with "
                 "torch.distributed.fsdp.register_fsdp_forward_method(model, 'name')"
             )
-        return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ContractError(
+                "a parameter was used outside of the forward of the module that owns it, or in a hook, where it is a DTensor, "
+                "and the activations are not: F.linear(x, embed.weight) does that. For an output layer on the embedding's weight make "
+                "an nn.Linear with the style head(), and tie the two (lm_head.weight = embed.weight); for a parameter that the "
+                "model or a block owns itself, give that module an entry with recurse=False"
+            ) from error
 
     model.forward = forward
+
+
+def refuse_double_backward(units: Iterable[nn.Module]) -> None:
+    """Refuse, before it changes anything, a backward pass that is itself to be differentiated: FSDP frees and reduces in
+    it what the second one would need, and collectives are not recorded."""
+    for unit in units:
+        state = cast(Any, unit)._get_fsdp_state()
+        state._pre_backward = _first_order(state._pre_backward)
+
+
+def _first_order(pre_backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ContractError(
+                "a backward pass through the model was asked for with create_graph=True (a gradient penalty, or another second "
+                "derivative), which FSDP and the tp collectives cannot differentiate. Use a penalty of first order: finite "
+                "differences of the loss, or of the outputs, at two inputs"
+            )
+        return pre_backward(gradient)
+
+    return run

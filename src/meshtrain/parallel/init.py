@@ -107,8 +107,9 @@ def fill(shard: Tensor, layout: ParamLayout, dp: int, tp: int, init: Init, seed:
             rows.copy_(draw(init, key, position.flatten()).view(rows.shape))
 
 
-def default_init(module: nn.Module, parameter: str, path: str) -> Init:
-    """What torch's own module would draw for a parameter of its own. Raises Refused for modules it does not know."""
+def default_init(module: nn.Module, parameter: str, name: str) -> Init:
+    """What torch's own module would draw for a parameter of its own, which the model calls `name`. Raises Refused for
+    modules it does not know."""
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Linear):
         return Uniform(-(bound := 1 / math.sqrt(module.in_features)), bound)
@@ -117,7 +118,7 @@ def default_init(module: nn.Module, parameter: str, path: str) -> Init:
     if "Norm" in type(module).__name__ and isinstance(weight, Tensor):
         return Constant(1.0 if parameter == "weight" else 0.0)
     raise Refused(
-        f"there is no rule for the initial value of '{path}.{parameter}' (a {type(module).__name__}). Give the model a method "
+        f"there is no rule for the initial value of '{name}' (a {type(module).__name__}). Give the model a method "
         "initial_value(name) that returns Normal, Uniform or Constant (or None for the default), or load weights"
     )
 
@@ -131,6 +132,6 @@ def rules(model: nn.Module) -> Callable[[str], Init]:
         if given is not None:
             return given
         path, _, leaf = name.rpartition(".")
-        return default_init(model.get_submodule(path), leaf, path)
+        return default_init(model.get_submodule(path), leaf, name)
 
     return rule

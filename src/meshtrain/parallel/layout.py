@@ -102,6 +102,16 @@ class ParamLayout:
             return _StridedShard(0, split_factor=self.sizes.tp), Shard(0)
         return Shard(0), Shard(self.tp_dim)
 
+    @property
+    def cut(self) -> str:
+        """In words: how the axes cut it, in their order."""
+        if self.tp_dim is None or self.sizes.tp == 1:
+            return f"{_direction(0)} over dp"
+        each = f" of each of {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        if self.tp_dim == 0:
+            return f"{_direction(0)}{each} over tp, then dp"
+        return f"{_direction(self.tp_dim)}{each} over tp, {_direction(0)} over dp"
+
     def tp_segments(self, tp: int) -> tuple[tuple[int, int], ...]:
         """Intervals of `tp_dim` that tp coordinate `tp` holds, in the order in which it holds them."""
         segments, offset = [], 0
@@ -164,6 +174,10 @@ class ParamLayout:
     def writes(self, tp: int) -> bool:
         """Whether tp coordinate `tp` writes its shard to a file: of replicas only the first does."""
         return self.tp_dim is not None or tp == 0
+
+
+def _direction(dim: int) -> str:
+    return ("rows", "columns")[dim] if dim < 2 else f"dim {dim}"
 
 
 def contiguous_runs(shape: tuple[int, ...], where: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:

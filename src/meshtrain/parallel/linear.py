@@ -1,15 +1,15 @@
-"""Styles of linear modules: column and row, whole attention heads, and weights that are several matrices in one."""
+"""Styles of linear modules that hold one matrix: column and row, and whole attention heads. Fused ones are in packed."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
 from ..errors import Refused
-from .context import local
-from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward
+from .arguments import COUNT, NOT_FUSED
+from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward, check_plain_parameters
 
 FUSED_NAMES = frozenset(
     [
@@ -33,6 +33,7 @@ FUSED_NAMES = frozenset(
 def matrix_dims(module: nn.Module, path: str, style: str) -> tuple[int, int]:
     """(output dim, input dim) of a module's weight."""
     if isinstance(module, nn.Linear):
+        check_plain_parameters(module, path, style)
         return 0, 1
     raise Refused(
         f"'{path}' is a {type(module).__name__}, and {style} cuts the matrix of an nn.Linear. Use replicate() or "
@@ -53,14 +54,15 @@ class Column(Style):
     """
 
     name = "column"
+    rules = {"fused": NOT_FUSED}
 
     _: KW_ONLY
-    fused: bool | None = None
-    """False says that a weight with a name like qkv_proj really is one matrix; packed_column() is for fused ones."""
+    fused: Literal[False] | None = None
+    """False says that a weight with a name like qkv_proj really is one matrix."""
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         out_dim, _ = matrix_dims(module, path, str(self))
-        if scope.sizes.tp > 1 and self.fused is not False and path.rpartition(".")[2].lower() in FUSED_NAMES:
+        if scope.sizes.tp > 1 and self.fused is None and path.rpartition(".")[2].lower() in FUSED_NAMES:
             raise Refused(
                 f"'{path}' looks like several matrices fused into one, and {self} would give rank 0 all of the first. "
                 "Use packed_column(parts=2) or packed_column(heads=(...)), or column(fused=False) if it is one matrix"
@@ -72,18 +74,28 @@ class Column(Style):
         check_nonempty(size, "the output size", path, scope.sizes.tp)
 
     def cuts(self, module: nn.Module, path: str, scope: Scope, out_dim: int) -> dict[str, Cut]:
-        cuts = {"weight": Cut(out_dim)}
-        if module.bias is not None:
-            cuts["bias"] = Cut(0)
-        return cuts
+        return column_cuts(module, out_dim)
 
     def forward(self, site: Site) -> Forward:
-        tp, path, run = site.tp, site.path, site.run
+        return column_forward(site)
 
-        def forward(x: Tensor) -> Tensor:
-            return run(tp.enter(x, path))
 
-        return forward
+def column_cuts(module: nn.Module, out_dim: int, parts: tuple[int, ...] = ()) -> dict[str, Cut]:
+    cuts = {"weight": Cut(out_dim, parts)}
+    if module.bias is not None:
+        cuts["bias"] = Cut(0, parts)
+    return cuts
+
+
+def column_forward(site: Site) -> Forward:
+    """The module's own forward, on the whole of what the stream holds."""
+    tp, path, run = site.tp, site.path, site.run
+
+    @site.input_first
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return run(tp.enter(x, path), *args, **kwargs)
+
+    return forward
 
 
 @dataclass
@@ -96,6 +108,7 @@ class Heads(Column):
     """
 
     name = "heads"
+    rules = {**Column.rules, "count": COUNT, "shared_by": COUNT.or_none()}
 
     count: int | str
     """Number of heads, or the attribute of the model's config that holds it."""
@@ -125,7 +138,7 @@ class Heads(Column):
     def cuts(self, module: nn.Module, path: str, scope: Scope, out_dim: int) -> dict[str, Cut]:
         if not self.replicated(path, scope):
             return super().cuts(module, path, scope, out_dim)
-        return {name: Cut(None, gradient="partial") for name, _ in module.named_parameters()}
+        return {name: Cut(None, gradient="partial") for name in column_cuts(module, out_dim)}
 
     def forward(self, site: Site) -> Forward:
         if not self.replicated(site.path, site.scope):
@@ -136,7 +149,8 @@ class Heads(Column):
         width = weight_size(module, out_dim) // heads
         start = tp.axis.index * heads // tp.axis.size * width
 
-        def forward(x: Tensor) -> Tensor:
+        @site.input_first
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             whole = tp.enter(x, path)
             parameters = module._parameters
             before = dict(parameters)
@@ -144,59 +158,12 @@ class Heads(Column):
             try:
                 for name, parameter in before.items():
                     if parameter is not None:
-                        held[name] = local(parameter, path).narrow(out_dim if name == "weight" else 0, start, width)
-                return run(whole)
+                        held[name] = tp.local(parameter, path).narrow(out_dim if name == "weight" else 0, start, width)
+                return run(whole, *args, **kwargs)
             finally:
                 parameters.update(before)
 
         return forward
-
-
-def _parts(
-    parts: int, heads: tuple[int | str, ...], size: int, path: str, scope: Scope, style: Style
-) -> tuple[int, ...]:
-    """Lengths of the fused parts of a dim of `size`."""
-    tp = scope.sizes.tp
-    if not heads:
-        if parts < 2 or size % parts:
-            raise Refused(f"'{path}': {style} cannot cut {size} into {parts} equal parts. Correct `parts` in the plan")
-        check_nonempty(size // parts, "the size of a fused part", path, tp)
-        return (size // parts,) * parts
-    counts = [scope.count(count, path) for count in heads]
-    if size % sum(counts):
-        raise Refused(f"'{path}': its size {size} is not a multiple of its {sum(counts)} heads in all ({style})")
-    if uneven := [count for count in counts if count % tp]:
-        raise Refused(
-            f"'{path}': tp {tp} would cut a head of its fused parts with {', '.join(map(str, counts))} heads "
-            f"({uneven[0]} is not a multiple of {tp}). Use a tp that divides them all"
-        )
-    return tuple(size // sum(counts) * count for count in counts)
-
-
-@dataclass
-class PackedColumn(Column):
-    """A column() for a fused weight, such as [gate; up] or [query; key; value]: each part is cut, and a tp rank holds
-    its chunk of every part, in order. The module must split its output by local sizes (`chunk`, or heads / tp)."""
-
-    name = "packed_column"
-
-    parts: int = 2
-    """Number of equal parts."""
-    heads: tuple[int | str, ...] = ()
-    """Instead: the numbers of heads of each part, or the attributes of the model's config that hold them."""
-
-    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
-        if self.fused is not None:
-            raise Refused(
-                f"'{path}': packed_column() is for fused weights and takes no `fused`. Use column(fused=False) for one"
-            )
-        out_dim, _ = matrix_dims(module, path, str(self))
-        size = weight_size(module, out_dim)
-        parts = _parts(self.parts, tuple(self.heads), size, path, scope, self)
-        cuts = {"weight": Cut(out_dim, parts)}
-        if module.bias is not None:
-            cuts["bias"] = Cut(0, parts)
-        return cuts
 
 
 @dataclass
@@ -208,46 +175,40 @@ class Row(Style):
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         _, in_dim = matrix_dims(module, path, str(self))
-        check_own_forward(module, nn.Linear, path, str(self))
-        size = weight_size(module, in_dim)
-        parts = self.parts_of(size, path, scope)
-        cuts = {"weight": Cut(in_dim, parts)}
-        if module.bias is not None:
-            cuts["bias"] = Cut(None, gradient=scope.stream_gradient)
-        return cuts
-
-    def parts_of(self, size: int, path: str, scope: Scope) -> tuple[int, ...]:
-        check_nonempty(size, "the input size", path, scope.sizes.tp)
-        return ()
+        check_nonempty(weight_size(module, in_dim), "the input size", path, scope.sizes.tp)
+        return row_cuts(module, path, scope, str(self), in_dim)
 
     def forward(self, site: Site) -> Forward:
-        tp, path, module, run = site.tp, site.path, site.module, site.original
-        parameters = cast("dict[str, Any]", module._parameters)
+        return row_forward(site)
 
-        def forward(x: Tensor) -> Tensor:
-            weight, bias = parameters["weight"], parameters.get("bias")
-            parameters["weight"] = local(weight, path)
+
+def row_cuts(
+    module: nn.Module, path: str, scope: Scope, style: str, in_dim: int, parts: tuple[int, ...] = ()
+) -> dict[str, Cut]:
+    check_own_forward(module, nn.Linear, path, style)
+    cuts = {"weight": Cut(in_dim, parts)}
+    if module.bias is not None:
+        cuts["bias"] = Cut(None, gradient=scope.stream_gradient)
+    return cuts
+
+
+def row_forward(site: Site) -> Forward:
+    """The module's own forward without its bias, summed over tp; then the bias."""
+    tp, path, run = site.tp, site.path, site.original
+    parameters = cast("dict[str, Any]", site.module._parameters)
+
+    @site.input_first
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = parameters["weight"], parameters.get("bias")
+        parameters["weight"] = tp.local(weight, path)
+        if bias is not None:
+            parameters["bias"] = None
+        try:
+            out = tp.leave(run(x))
+        finally:
+            parameters["weight"] = weight
             if bias is not None:
-                parameters["bias"] = None
-            try:
-                out = tp.leave(run(x))
-            finally:
-                parameters["weight"] = weight
-                if bias is not None:
-                    parameters["bias"] = bias
-            return out if bias is None else out + local(bias, path)
+                parameters["bias"] = bias
+        return out if bias is None else out + tp.local(bias, path)
 
-        return forward
-
-
-@dataclass
-class PackedRow(Row):
-    """A row() whose input is the output of a packed_column(), unsplit: its input dim has the same fused parts."""
-
-    name = "packed_row"
-
-    parts: int = 2
-    heads: tuple[int | str, ...] = ()
-
-    def parts_of(self, size: int, path: str, scope: Scope) -> tuple[int, ...]:
-        return _parts(self.parts, tuple(self.heads), size, path, scope, self)
+    return forward

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import Refused
 from . import guards
+from .context import local_tensor
 from .init import fill, rules
 from .layout import MeshSizes, ParamLayout
 from .state import find_state, shard_of
@@ -53,7 +54,7 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and _is_meta(parameter):
+            if parameter is not None and local_tensor(parameter).is_meta:
                 if id(parameter) not in made:
                     made[id(parameter)] = _allocated(parameter, target)
                     guards.mark_stale(
@@ -82,10 +83,6 @@ def allocate(model: nn.Module, device: str | torch.device | None = None) -> None
                 raise Refused(
                     f"{type(module).__name__}.reset_buffers() did not compute all of the buffer '{path}.{name}'"
                 )
-
-
-def _is_meta(parameter: nn.Parameter) -> bool:
-    return parameter._local_tensor.is_meta if isinstance(parameter, DTensor) else parameter.is_meta
 
 
 def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -6,14 +6,12 @@ kept in a TOML or JSON file.
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import importlib
 import json
 import re
 import tomllib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
+from .patterns import near
 from .styles import STYLES, Style
 
 
@@ -42,7 +41,17 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if isinstance(self.units, str):
             raise Refused(f"units={self.units!r} must be a tuple of patterns: ({self.units!r},)")
+        if not isinstance(self.units, list | tuple) or not all(isinstance(unit, str) for unit in self.units):
+            raise Refused(f"units={self.units!r} must be a tuple of patterns, such as ('layers.*',)")
+        if not isinstance(self.styles, Mapping):
+            raise Refused(
+                f"styles={self.styles!r} must be a dict of patterns and styles, such as {{'layers.*.up': column()}}"
+            )
         for pattern, style in self.styles.items():
+            if not isinstance(pattern, str):
+                raise Refused(
+                    f"the plan has an entry {pattern!r}, which is no path of a module: write a string, such as 'layers.*.up'"
+                )
             if not isinstance(style, ParallelStyle):
                 raise Refused(
                     f"the plan's entry '{pattern}' is {style!r}, not a style. Call one, such as column() or row() "
@@ -53,7 +62,7 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         width = max((len(pattern) for pattern in (*self.styles, *self.units)), default=0)
-        lines = [f"{pattern:<{width}}  {_describe(style)}" for pattern, style in self.styles.items()]
+        lines = [f"{pattern or _ROOT:<{width}}  {_describe(style)}" for pattern, style in self.styles.items()]
         return "\n".join([*lines, *(f"{unit:<{width}}  FSDP unit" for unit in self.units)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +122,10 @@ class ParallelPlan:
         return cls.from_dict(data, str(path))
 
 
+_ROOT = "''"
+"""How the path of the whole model is shown."""
+
+
 def _describe(style: ParallelStyle) -> str:
     return str(style) if isinstance(style, Style) else f"torch {type(style).__name__}"
 
@@ -140,9 +153,10 @@ def _style_from(value: Any, where: str) -> Style:
         raise Refused(f"{where} is {value!r}; it must be the name of a style or a table with the key `style`")
     if name not in STYLES:
         raise Refused(f"{where}: there is no style {name!r}{near(name, STYLES)}. The styles are {', '.join(STYLES)}")
-    arguments = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items() if key != "style"}
     try:
-        return STYLES[name](**arguments)
+        return STYLES[name](**{key: item for key, item in value.items() if key != "style"})
+    except Refused as error:
+        raise Refused(f"{where}: {error}") from error
     except TypeError as error:
         raise Refused(
             f"{where}: {name}() does not take these arguments: {error}. Correct them there, or leave them out"
@@ -190,20 +204,3 @@ def _told(error: BaseException) -> str:
     """An error of a user's module, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a module path matches a pattern, segment by segment."""
-    wanted, given = pattern.split("."), path.split(".")
-    return len(wanted) == len(given) and all(fnmatch.fnmatchcase(g, w) for g, w in zip(given, wanted, strict=True))
-
-
-def near(word: str, candidates: Iterable[str], text: str = "; did you mean {}?") -> str:
-    """A phrase that offers the nearest candidates, or nothing."""
-    found = difflib.get_close_matches(word, sorted(set(candidates)), n=3, cutoff=0.6)
-    return text.format(" or ".join(repr(name) for name in found)) if found else ""
-
-
-def folded(path: str) -> str:
-    """A path with its numbers folded: layers.3.norm -> layers.*.norm"""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", path)

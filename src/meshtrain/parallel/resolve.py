@@ -1,4 +1,4 @@
-"""resolve: a plan, a model and the sizes of a mesh -> layouts. Every check of a plan lives here.
+"""resolve: a plan, a model and the sizes of a mesh -> layouts. Every check of a plan is made here (some stand in checks).
 
 Nothing is allocated or communicated: the model may be on the meta device, and the mesh need not exist. Whatever later
 stages would trip over is refused here, by name, with the way out.
@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
-from . import dropout
+from .checks import check_dropout, check_dtypes, check_tie, check_units_hold_something, uncovered
 from .layout import MeshSizes, ParamLayout
-from .plan import ParallelPlan, folded, matches, near
+from .patterns import folded, matches, missed, within
+from .plan import ParallelPlan
 from .stock import check_stock_streams, stock_cuts
-from .stream import SUBTREE
 from .style import Cut, Scope, Style, layout_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -67,16 +67,15 @@ class Resolved:
     def __str__(self) -> str:
         rows: dict[tuple[str, ...], int] = defaultdict(int)
         for layout in self.layouts:
-            placements = "  ".join(str(placement) for placement in layout.placements)
             row = (
                 folded(layout.name),
                 str(list(layout.shape)),
-                placements,
+                layout.cut,
                 str(list(layout.local_shape(0, 0))),
-                layout.entry,
+                layout.entry or "''",
             )
             rows[row] += 1
-        table: list[tuple[str, ...]] = [("parameter", "shape", "dp, tp", "at (0, 0)", "entry", "")]
+        table: list[tuple[str, ...]] = [("parameter", "shape", "cut", "at (0, 0)", "entry", "")]
         table += [(*row, f"x{count}" if count > 1 else "") for row, count in rows.items()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         return "\n".join(
@@ -115,7 +114,7 @@ def resolve(
     entries = _entries(plan, model, scope)
     check_stock_streams(plan.source, entries, on)
     units = _units(plan, model, entries)
-    _check_dropout(plan, model, entries, sizes)
+    check_dropout(plan, model, entries, sizes)
     layouts, ties = _layouts(plan, model, entries, units, sizes)
     return Resolved(plan, scope, entries, layouts, units, ties, loss_parallel and sizes.tp > 1)
 
@@ -129,17 +128,18 @@ def _select(pattern: str, modules: Mapping[str, nn.Module], what: str, plan: Par
     """The paths that a pattern matches; at least one."""
     found = [path for path in modules if (path == pattern if pattern == "" else path and matches(pattern, path))]
     if not found:
-        paths = {folded(path) for path in modules if path} | {path for path in modules if path}
-        parameters = {
-            f"{path}.{name}" if path else name
-            for path, m in modules.items()
-            for name, _ in m.named_parameters(recurse=False)
-        }
-        if any(matches(pattern, name) for name in parameters):
-            owner = pattern.rpartition(".")[0]
+        owner, _, leaf = pattern.rpartition(".")
+        named = [
+            name
+            for path, module in modules.items()
+            if (matches(owner, path) if owner else not path)
+            for name, _ in module.named_parameters(recurse=False)
+        ]
+        if any(matches(leaf, name) for name in named):
             hint = f"; it names a parameter, and a plan names modules: write '{owner}'"
+            hint += "" if owner else ": replicate(recurse=False), for the parameters that the model itself owns"
         else:
-            hint = near(pattern, paths) or ". Correct the pattern, or drop it"
+            hint = missed(pattern, [path for path in modules if path], type(modules[""]).__name__)
         raise Refused(
             f"{plan.source}: the {what} '{pattern}' matches no module of the {type(modules['']).__name__}{hint}"
         )
@@ -175,11 +175,6 @@ def _entries(plan: ParallelPlan, model: nn.Module, scope: Scope) -> dict[str, En
     return entries
 
 
-def _within(path: str, outer: str) -> bool:
-    """Whether `path` lies strictly below `outer`."""
-    return path != outer and (outer == "" or path.startswith(outer + "."))
-
-
 def _units(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry]) -> tuple[str, ...]:
     modules = _modules(model)
     chosen: dict[str, str] = {}
@@ -199,7 +194,7 @@ def _units(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry]) -
             chosen[path] = pattern
     for path in chosen:
         for styled, entry in entries.items():
-            if isinstance(entry.style, SUBTREE) and _within(path, styled):
+            if isinstance(entry.style, Style) and entry.style.covers_below and within(path, styled):
                 raise Refused(
                     f"{plan.source}: the unit '{path}' lies inside '{styled}', whose style covers all that is below it. Make "
                     f"'{styled}' the unit, or give the modules below it styles of their own"
@@ -209,7 +204,7 @@ def _units(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry]) -
 
 def _unit_of(name: str, units: tuple[str, ...]) -> str:
     """The innermost unit that holds a parameter (units come inner ones first); "" is the root."""
-    return next((unit for unit in units if _within(name, unit)), "")
+    return next((unit for unit in units if within(name, unit)), "")
 
 
 def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -226,7 +221,8 @@ def _layouts(
             if name in covered:
                 raise Refused(
                     f"{plan.source}: the parameter '{name}' is covered twice, by '{covered[name][1].pattern}' and by "
-                    f"'{entry.pattern}'. Drop one: sequence(), scatter() and replicate() cover all modules below theirs"
+                    f"'{entry.pattern}'. Drop one: sequence(), scatter() and replicate() cover all modules below theirs (with "
+                    "recurse=False, the parameters of their own module only)"
                 )
             covered[name] = (path, entry, cut)
     # A module that is registered in two places has one set of hooks: entries stand at its first path.
@@ -238,7 +234,7 @@ def _layouts(
     shared_modules = _shared_module_names(model)
     missing = [n for names in by_parameter.values() for n in names if n not in covered and n not in shared_modules]
     if missing:
-        raise Refused(_uncovered(plan, model, missing))
+        raise Refused(uncovered(plan, model, missing))
     layouts, ties = [], []
     for key, names in by_parameter.items():
         parameter = parameters[key]
@@ -255,12 +251,12 @@ def _layouts(
         ]
         first = replace(made[0], aliases=tuple(name for name in names if name != made[0].name))
         for other in made[1:]:
-            _check_tie(plan, first, other)
+            check_tie(plan, first, other)
         if len(names) > 1:
             ties.append(first.names)
         layouts.append(first)
-    _check_units_hold_something(plan, units, layouts)
-    _check_dtypes(layouts)
+    check_units_hold_something(plan, units, layouts)
+    check_dtypes(layouts)
     return tuple(layouts), tuple(ties)
 
 
@@ -269,91 +265,3 @@ def _shared_module_names(model: nn.Module) -> set[str]:
     first = set(model.named_modules())
     again = {path: m for path, m in model.named_modules(remove_duplicate=False) if (path, m) not in first}
     return {f"{path}.{name}" for path, m in again.items() for name, _ in m.named_parameters(recurse=False)}
-
-
-def _check_tie(plan: ParallelPlan, one: ParamLayout, other: ParamLayout) -> None:
-    names = f"'{one.name}' and '{other.name}' are one (tied) parameter"
-    if one.unit != other.unit:
-        place = [f"the unit '{unit}'" if unit else "the root" for unit in (one.unit, other.unit)]
-        raise Refused(
-            f"{plan.source}: {names}, but lie in {place[0]} and {place[1]}: FSDP would give each its own copy. Leave both to "
-            "the root, or make a module that holds both the unit"
-        )
-    if (one.tp_dim, one.parts, one.tp_gradient) != (other.tp_dim, other.parts, other.tp_gradient):
-        raise Refused(
-            f"{plan.source}: {names}, but their entries '{one.entry}' and '{other.entry}' cut it differently (dim {one.tp_dim}, "
-            f"{one.tp_gradient} gradient; dim {other.tp_dim}, {other.tp_gradient} gradient). Use styles that agree, such as "
-            "embedding() and head(), or replicate() for both"
-        )
-
-
-def _check_units_hold_something(plan: ParallelPlan, units: tuple[str, ...], layouts: list[ParamLayout]) -> None:
-    owners = {layout.unit for layout in layouts}
-    for unit in units:
-        if unit not in owners:
-            raise Refused(
-                f"{plan.source}: the unit '{unit}' has no parameter of its own (it has none, or units inside it took all). Leave "
-                "it out of `units`"
-            )
-
-
-def _check_dtypes(layouts: list[ParamLayout]) -> None:
-    """Refuse what FSDP would refuse at the first forward, deep inside."""
-    firsts: dict[str, ParamLayout] = {}
-    for layout in layouts:
-        if layout.requires_grad and (first := firsts.setdefault(layout.unit, layout)).dtype != layout.dtype:
-            place = f"the unit '{layout.unit}'" if layout.unit else "the root unit"
-            raise Refused(
-                f"'{first.name}' is {first.dtype} and '{layout.name}' is {layout.dtype}, both in {place}, and FSDP gathers and "
-                "reduces trainable parameters of one dtype together. Convert the model, model.float(), and compute in a lower "
-                "precision with parallelize(..., param_dtype=torch.bfloat16)"
-            )
-
-
-def _check_dropout(plan: ParallelPlan, model: nn.Module, entries: Mapping[str, Entry], sizes: MeshSizes) -> None:
-    """Refuse dropout that no entry covers: it would draw from each rank's own generator."""
-    for path, module in model.named_modules():
-        if isinstance(module, dropout.OTHERS) and module.p > 0 and sizes.world > 1:
-            raise Refused(
-                f"'{path}' is a {type(module).__name__} with p={module.p}, whose mask would come from each rank's own generator. Use "
-                "nn.Dropout, whose masks meshtrain makes right on any mesh, or p=0"
-            )
-        if isinstance(module, dropout.MODULES) and module.p > 0 and sizes.world > 1:
-            if not any(
-                (path == styled and isinstance(e.style, Style))
-                or (_within(path, styled) and isinstance(e.style, SUBTREE))
-                for styled, e in entries.items()
-            ):
-                raise Refused(
-                    f"{plan.source} does not cover '{path}', a dropout with p={module.p}: ranks would draw the same mask where "
-                    f"they must differ, or other ones where they must agree. Add '{folded(path)}': sequence() between the "
-                    "blocks, replicate() on what every tp rank holds whole, or replicate(gradient='partial') on what tp cuts"
-                )
-
-
-def _uncovered(plan: ParallelPlan, model: nn.Module, missing: list[str]) -> str:
-    """The message for parameters that no entry covers, with entries that would."""
-    modules = _modules(model)
-    suggestions: dict[str, str] = {}
-    for name in missing:
-        owner = name.rpartition(".")[0]
-        kind = type(modules.get(owner, model)).__name__
-        if "Norm" in kind:
-            style = (
-                "sequence()"
-                if any(isinstance(s, Style) and s.begins_stream for s in plan.styles.values())
-                else "replicate()"
-            )
-        else:
-            style = {"Linear": "column(), row() or replicate()", "Embedding": "embedding() or replicate()"}.get(
-                kind, "replicate()"
-            )
-        suggestions.setdefault(folded(owner), style)
-    shown = ", ".join(f"'{name}'" for name in missing[:4]) + (
-        f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-    )
-    lines = "; ".join(f"{pattern!r}: {style}" for pattern, style in list(suggestions.items())[:4])
-    return (
-        f"{plan.source} covers no {'parameter' if len(missing) == 1 else 'parameters'} {shown}. Every parameter needs an entry, "
-        f"or its gradient would silently miss its reduction over tp. Add, for instance, {lines}"
-    )

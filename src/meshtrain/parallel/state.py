@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..errors import ContractError
 from . import guards
-from .context import TensorParallel
+from .context import TensorParallel, local_tensor
 from .gradients import PartialGradients
 from .layout import MeshSizes, ParamLayout
 from .resolve import Resolved
@@ -79,7 +78,7 @@ class ParallelState:
 
 
 def shard_of(parameter: nn.Parameter, layout: ParamLayout) -> Tensor:
-    shard = cast(DTensor, parameter.detach())._local_tensor
+    shard = local_tensor(parameter).detach()
     if shard.is_meta:
         raise ContractError(
             f"'{layout.name}' has no values yet: call initialise(model, seed=...) or load_pretrained(model, path)"

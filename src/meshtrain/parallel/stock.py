@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import Refused
 from .linear import matrix_dims
-from .style import Cut, Scope
+from .style import Cut, Scope, check_plain_parameters
 
 PREPARE = (
     torch_styles.PrepareModuleInput, torch_styles.PrepareModuleOutput, torch_styles.PrepareModuleInputOutput,
@@ -35,6 +35,7 @@ def stock_cuts(style: ParallelStyle, module: nn.Module, path: str, scope: Scope)
         )
     colwise = isinstance(style, torch_styles.ColwiseParallel)
     if isinstance(module, nn.Embedding):
+        check_plain_parameters(module, path, f"{type(style).__name__}()")
         cuts = {"weight": Cut(1 if colwise else 0)}
     else:
         matrix_dims(module, path, f"{type(style).__name__}()")

@@ -10,6 +10,7 @@ become DTensors on the tp axis, but every style computes on local tensors with e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -20,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..errors import Refused
+from ..errors import ContractError, Refused
 from . import dropout
-from .context import TensorParallel, local_parameters
+from .arguments import MOST, Rule, check, is_number
+from .context import LocalParameters, TensorParallel
 from .layout import MeshSizes, ParamLayout, chunk_interval
 
 Gradient = Literal["whole", "partial"]
@@ -53,12 +55,12 @@ class Scope:
             return value
         config = self.config
         found = config.get(value) if isinstance(config, Mapping) else getattr(config, value, None)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        if not is_number(found, 1, MOST):
             raise Refused(
-                f"'{path}': the plan takes the number of heads from config.{value}, which is {found!r}; it must be a "
-                "positive integer. Give the model a `config` with that attribute, or write the number in the plan"
+                f"'{path}': the plan takes the number of heads from config.{value}, which is {found!r}; it must be a whole "
+                f"number, 1 to {MOST}. Give the model a `config` with that attribute, or write the number in the plan"
             )
-        return found
+        return cast(int, found)
 
     @property
     def stream_gradient(self) -> Gradient:
@@ -71,6 +73,14 @@ class Style(ParallelStyle):
 
     name: ClassVar[str]
     """What plans and their files call it."""
+    rules: ClassVar[Mapping[str, Rule]] = {}
+    """What its arguments may be."""
+
+    def __post_init__(self) -> None:
+        for argument, rule in self.rules.items():
+            if isinstance(value := getattr(self, argument), list):
+                setattr(self, argument, value := tuple(value))
+            check(self.name, argument, value, rule)
 
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         """Parameter name, relative to the module -> its cut. Raises Refused where the style cannot apply."""
@@ -82,6 +92,8 @@ class Style(ParallelStyle):
 
     begins_stream = False
     ends_stream = False
+    covers_below = False
+    """Whether it covers, besides its module, all modules below it."""
 
     def differs_over_tp(self, tp: TensorParallel) -> bool:
         """Whether the tp ranks see different activations in the module (which its dropout masks must follow)."""
@@ -108,7 +120,7 @@ class Style(ParallelStyle):
         arguments = ", ".join(
             f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
         )
-        return f"{self.name}({arguments})"
+        return f"{getattr(self, 'name', type(self).__name__)}({arguments})"
 
 
 def layout_of(name: str, parameter: nn.Parameter, cut: Cut, sizes: MeshSizes, *, unit: str, entry: str) -> ParamLayout:
@@ -131,12 +143,31 @@ class Site:
     layouts: dict[str, ParamLayout]
     original: Forward
     within: tuple[tuple[str, nn.Module], ...]
-    """The module and those below it, with their paths: all whose parameters the style covers."""
+    """The modules whose parameters the style covers, with their paths."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on local parameters."""
-        with local_parameters(self.within):
+        with LocalParameters(self.tp, self.within):
             return self.original(*args, **kwargs)
+
+    def input_first(self, forward: Forward) -> Forward:
+        """A decorator: `forward` takes the module's input first, which callers may give by the name that the module's
+        own forward has for it."""
+        own = list(inspect.signature(self.original).parameters.values())
+        name = own[0].name if own and own[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
+        path = self.path
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if args:
+                return forward(*args, **kwargs)
+            if name not in kwargs:
+                raise ContractError(
+                    f"'{path}' was called without its input{f' ({name})' if name else ''}, which its style works on: it got "
+                    f"{', '.join(kwargs) or 'nothing'}. Pass the input as the first argument"
+                )
+            return forward(kwargs.pop(name), **kwargs)
+
+        return run
 
 
 @dataclass
@@ -154,14 +185,11 @@ class Applied(ParallelStyle):
             owner_path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(owner_path)
             owner._parameters[leaf] = shard_over_tp(cast(nn.Parameter, owner._parameters[leaf]), layout, device_mesh)
-        within = tuple(
-            (f"{self.path}.{name}" if name else self.path, submodule)
-            for name, submodule in module.named_modules()
-            if any(parameter is not None for parameter in submodule._parameters.values())
-        )
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in self.layouts)
+        within = tuple((f"{self.path}.{name}" if name else self.path, module.get_submodule(name)) for name in owners)
         differs = self.style.differs_over_tp
         for name, submodule in module.named_modules():
-            if isinstance(submodule, dropout.MODULES):
+            if isinstance(submodule, dropout.MODULES) and (self.style.covers_below or not name):
                 dropout.install(submodule, f"{self.path}.{name}", self.tp, lambda: differs(self.tp))
         site = Site(module, self.path, self.tp, self.scope, self.layouts, module.forward, within)
         module.forward = self.style.forward(site)
@@ -190,6 +218,10 @@ def shard_over_tp(parameter: nn.Parameter, layout: ParamLayout, mesh: DeviceMesh
 
 def check_nonempty(size: int, what: str, path: str, tp: int) -> None:
     """Refuse a cut that leaves a tp rank without anything."""
+    if size == 0:
+        raise Refused(
+            f"'{path}': {what} is 0, and there is nothing to cut. Use replicate() for it, or leave the module out"
+        )
     start, stop = chunk_interval(size, tp, tp - 1)
     if start >= stop:
         largest = max(n for n in range(1, tp) if (lambda c: c[0] < c[1])(chunk_interval(size, n, n - 1)))
@@ -197,6 +229,18 @@ def check_nonempty(size: int, what: str, path: str, tp: int) -> None:
             f"'{path}': {what} is {size}, and tp {tp} would leave rank {tp - 1} of the tp axis an empty shard "
             f"(chunks of {-(-size // tp)}). Use tp {largest} or less, or replicate() for it"
         )
+
+
+def check_plain_parameters(module: nn.Module, path: str, style: str) -> None:
+    """Refuse a module whose weight or bias is computed from other parameters, which a style would have to cut."""
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None and module._parameters.get(name) is None:
+            others = [other for other, _ in module.named_parameters() if other not in ("weight", "bias")]
+            raise Refused(
+                f"'{path}' has no parameter '{name}': weight_norm, spectral_norm, pruning or another parametrization computes it "
+                f"from {', '.join(others) or 'something else'}, and {style} cuts the parameter itself. Use replicate() for it "
+                "(and torch.nn.utils.parametrizations, not the older hooks), or take the parametrization off"
+            )
 
 
 def check_own_forward(module: nn.Module, kind: type[nn.Module], path: str, style: str) -> None:

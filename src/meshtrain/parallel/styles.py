@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .linear import Column, Heads, PackedColumn, PackedRow, Row
-from .stream import SUBTREE, Replicated, Scatter, Sequence
+from .linear import Column, Heads, Row
+from .packed import PackedColumn, PackedRow
+from .stream import Replicated, Scatter, Sequence
 from .style import Applied, Cut, Scope, Site, Style
 from .vocabulary import Embedding, Head
 
@@ -18,6 +19,6 @@ STYLES: dict[str, type[Style]] = {
 }
 
 __all__ = [
-    "STYLES", "SUBTREE", "Applied", "Cut", "Scope", "Site", "Style", "column", "embedding", "head", "heads", "packed_column",
-    "packed_row", "replicate", "row", "scatter", "sequence",
+    "STYLES", "Applied", "Cut", "Scope", "Site", "Style", "column", "embedding", "head", "heads", "packed_column", "packed_row",
+    "replicate", "row", "scatter", "sequence",
 ]  # fmt: skip

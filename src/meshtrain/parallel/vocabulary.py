@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..errors import Refused
 from .collectives import gather_last
-from .context import local, local_parameters
+from .context import LocalParameters
 from .cross_entropy import VocabShard, linear_cross_entropy
 from .layout import chunk_interval
-from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward
+from .style import Cut, Forward, Scope, Site, Style, check_nonempty, check_own_forward, check_plain_parameters
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Embedding(Style):
                 f"'{path}' is a {type(module).__name__}, and embedding() is for nn.Embedding. Use column(), row() or replicate() for it"
             )
         check_own_forward(module, nn.Embedding, path, "embedding()")
+        check_plain_parameters(module, path, "embedding()")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise Refused(
@@ -48,8 +49,9 @@ class Embedding(Style):
         (start, stop), vocab = layout.tp_segments(tp.axis.index)[0], layout.shape[0]
         padding = module.padding_idx
 
+        @site.input_first
         def forward(ids: Tensor) -> Tensor:
-            weight = local(module._parameters["weight"], path)  # type: ignore[arg-type]
+            weight = tp.local(cast(nn.Parameter, module._parameters["weight"]), path)
             if tp.axis.size == 1:
                 return tp.begin(torch.nn.functional.embedding(ids, weight, padding))
             if not torch.compiler.is_compiling() and ids.device.type == "cpu" and ids.numel():
@@ -88,6 +90,7 @@ class Head(Style):
             )
         if "labels" not in inspect.signature(module.forward).parameters:  # a head that takes labels knows this style
             check_own_forward(module, nn.Linear, path, "head()")
+        check_plain_parameters(module, path, "head()")
         check_nonempty(module.out_features, "the vocabulary", path, scope.sizes.tp)
         return {"weight": Cut(0)} | ({"bias": Cut(0)} if module.bias is not None else {})
 
@@ -98,13 +101,14 @@ class Head(Style):
         step = chunk_interval(vocab, tp.axis.size, 0)[1]
         shard = VocabShard(start, vocab, step, tp.axis, tp.loss_parallel)
 
+        @site.input_first
         def forward(x: Tensor, labels: Tensor | None = None) -> Tensor:
             whole = tp.enter(x, path)
             tp.reset()
             if labels is not None:
-                held = {name: local(p, path) for name, p in module._parameters.items() if p is not None}
+                held = {name: tp.local(p, path) for name, p in module._parameters.items() if p is not None}
                 return linear_cross_entropy(whole, held["weight"], labels, bias=held.get("bias"), shard=shard)
-            with local_parameters(site.within):
+            with LocalParameters(tp, site.within):
                 # Not the module's own forward: it may take labels, or do more than the product.
                 logits = nn.Linear.forward(cast(nn.Linear, module), whole)
             if tp.axis.size == 1:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import ContractError, MeshtrainError
+from ..parallel.context import local_tensor
 from ..parallel.guards import PeerCheck
 from ..parallel.objects import gather_values
 from ..parallel.state import ParallelState, find_state
@@ -66,7 +67,7 @@ def clip_and_sum(
     state = find_state(model) if isinstance(model, nn.Module) else None
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    shards = [_local(gradient) for _, gradient in held]
+    shards = [local_tensor(gradient) for _, gradient in held]
     world = dist.get_world_size() if dist.is_initialized() else 1
     device = shards[0].device if shards else torch.device("cpu")
     powers = _powers(
@@ -88,10 +89,6 @@ def clip_and_sum(
         if device.type != "cpu" or float(scale) < 1:
             torch._foreach_mul_(shards, scale if device.type != "cpu" else float(scale))
     return Clipped(norm, sums[: len(also)])
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def _holders(gradient: Tensor, world: int) -> float:

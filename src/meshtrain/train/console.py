@@ -1,4 +1,5 @@
-"""What a run shows: a bar and one live line on a terminal, plain lines with the same numbers elsewhere. Not what it records.
+"""What a run shows: one live line on a terminal, as much as it has room for, plain lines with all numbers elsewhere. Not
+what it records.
 
 Colours follow the terminal and NO_COLOR (rich's rules).
 """
@@ -6,11 +7,14 @@ Colours follow the terminal and NO_COLOR (rich's rules).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.25
 LINE_EVERY_S = 1.0
+GAP = "  "
+BAR = 20
+DROPPED = ("memory", "norm", "rate", "speed", "left")
+"""What a line that is too long for the terminal leaves out, first to last. The step and the loss are always there."""
 _RECENT = 0.1  # weight of the newest step in the average that the time left is estimated from
 
 
@@ -51,67 +59,85 @@ class StepView:
 
     def __init__(self, console: Console, total: int) -> None:
         self._console, self._total = console, total
-        self._live = console.is_terminal and not console.quiet
+        self._live: Live | None = None
+        self._seen = 0
         self._average = 0.0
         self._shown = 0.0
         self._pending: str | None = None
-        # Refreshed by hand: rich's own thread would wake up on cores that the ranks need.
-        self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.percentage:>3.0f}%  {task.fields[line]}"),
-            console=console,
-            auto_refresh=False,
-        )
-        self._task: TaskID | None = None
 
     def __enter__(self) -> StepView:
-        if self._live:
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, line="starting")
-            self._bar.refresh()
+        if self._console.is_terminal and not self._console.quiet:
+            # Refreshed by hand: rich's own thread would wake up on cores that the ranks need.
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            self._live.update(self._line(0, {"loss": "starting"}), refresh=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
-            self._bar.refresh()
-            self._bar.stop()
+        if self._live is not None:
+            self._live.refresh()
+            self._live.stop()
         elif self._pending is not None:
             self._console.print(Text(self._pending))
 
     def show(self, metrics: StepMetrics) -> None:
         """Show one step."""
         seconds = metrics.step_seconds
+        self._seen += 1
         # The first step also pays for what is made once; it is no measure of the others.
-        known = self._average and metrics.step > 2
+        known = self._seen > 2
         self._average = self._average + _RECENT * (seconds - self._average) if known else seconds
-        line = describe(metrics, (self._total - metrics.step) * self._average)
+        numbers = describe(metrics, (self._total - metrics.step) * self._average)
         now = time.monotonic()
         last = metrics.step == self._total
-        if self._live:
-            assert self._task is not None
-            self._bar.update(self._task, completed=metrics.step, line=line)
-            if last or now - self._shown >= REFRESH_S:
-                self._shown = now
-                self._bar.refresh()
+        if self._live is not None:
+            due = last or now - self._shown >= REFRESH_S
+            self._shown = now if due else self._shown
+            self._live.update(self._line(metrics.step, numbers), refresh=due)
             return
-        width = len(str(self._total))
-        text = f"step {metrics.step:>{width}}/{self._total} {100 * metrics.step // self._total:>3}%  {line}"
-        if last or metrics.step == 1 or now - self._shown >= LINE_EVERY_S:
+        text = GAP.join([self._place(metrics.step), *numbers.values()])
+        if last or self._seen == 1 or now - self._shown >= LINE_EVERY_S:
             self._shown, self._pending = now, None
             self._console.print(Text(text))
         else:
             self._pending = text  # printed in the end, if it turns out to be the last one
 
+    def _place(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total))}}/{self._total} {100 * step // max(1, self._total):>3}%"
 
-def describe(metrics: StepMetrics, seconds_left: float) -> str:
-    """The numbers of one step in a line."""
-    return (
-        f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  norm {metrics.grad_norm:.3f}  "
-        f"{count(metrics.tokens_per_second)} tokens/s  {size(metrics.peak_memory_bytes)}  {duration(seconds_left)} left"
-    )
+    def _line(self, step: int, numbers: Mapping[str, str]) -> RenderableType:
+        """What one line of the terminal holds; a bar too, where everything has room."""
+        place, width = self._place(step), self._console.width
+        kept = fitted(numbers, width - len(place) - len(GAP))
+        cells: list[RenderableType] = [Text(text, no_wrap=True, overflow="crop") for text in (place, *kept.values())]
+        if len(GAP.join([place, " " * BAR, *numbers.values()])) <= width:
+            cells.insert(1, ProgressBar(max(1, self._total), step, width=BAR))
+        line = Table.grid(*("" for _ in cells), padding=(0, len(GAP), 0, 0))
+        line.add_row(*cells)
+        return line
+
+
+def fitted(numbers: Mapping[str, str], width: int) -> dict[str, str]:
+    """The numbers, by name, that fit into `width` columns: what is in DROPPED goes first, from left to right."""
+    kept = dict(numbers)
+    for name in DROPPED:
+        if len(GAP.join(kept.values())) > width:
+            kept.pop(name, None)
+    return kept
+
+
+def describe(metrics: StepMetrics, seconds_left: float) -> dict[str, str]:
+    """The numbers of one step in words, by name."""
+    return {
+        "loss": f"loss {metrics.loss:.4f}",
+        "rate": f"lr {metrics.lr:.2e}",
+        "norm": f"norm {metrics.grad_norm:.3f}",
+        "speed": f"{count(metrics.tokens_per_second)} tokens/s",
+        "memory": size(metrics.peak_memory_bytes),
+        "left": f"{duration(seconds_left)} left",
+    }
 
 
 def count(number: float) -> str:

@@ -102,7 +102,9 @@ def peak_memory_bytes() -> int:
 def write_settings(path: Path, settings: Mapping[str, Any], **more: Any) -> None:
     """Write settings.json: the settings, versions, and the git revision of the working directory; `more` beside them."""
     content = {"settings": dict(settings), **more, "versions": versions(), "git": git_revision(), "command": sys.argv}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)  # never a half one, which a run that goes on would stumble over
 
 
 def versions() -> dict[str, str | None]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from ..errors import ContractError
+from ..parallel.context import local_tensor
 from ..parallel.state import state_of
 
 
@@ -38,7 +38,7 @@ class AdamW(torch.optim.Optimizer):
     def _init_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]
         if not state:
-            device = _local(parameter).device
+            device = local_tensor(parameter).device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"] = torch.zeros_like(parameter.detach())
             state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
@@ -54,17 +54,17 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             states = [self._init_state(p) for p in parameters]
-            kept = [(p, s) for p, s in zip(parameters, states) if _local(p).numel()]
+            kept = [(p, s) for p, s in zip(parameters, states) if local_tensor(p).numel()]
             for _, state in zip(parameters, states):
                 state["step"] += 1
             if not kept:
                 continue
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
-                [_local(p) for p, _ in kept],
-                [_local(p.grad) for p, _ in kept],
-                [_local(s["exp_avg"]) for _, s in kept],
-                [_local(s["exp_avg_sq"]) for _, s in kept],
+                [local_tensor(p) for p, _ in kept],
+                [local_tensor(p.grad) for p, _ in kept],
+                [local_tensor(s["exp_avg"]) for _, s in kept],
+                [local_tensor(s["exp_avg_sq"]) for _, s in kept],
                 [],
                 [s["step"] for _, s in kept],
                 lr=group["lr"],
@@ -76,10 +76,6 @@ class AdamW(torch.optim.Optimizer):
                 maximize=False,
             )
         return loss
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def adamw(
