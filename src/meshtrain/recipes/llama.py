@@ -26,7 +26,7 @@ PROMPT = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Run the command line; return the exit status: 0 done, 1 failed, 2 refused, 3 restarts that led nowhere, 130 interrupted."""
     try:
         settings = read_settings(
             sys.argv[1:] if arguments is None else arguments,
@@ -43,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "meshtrain.train.generate",
             "meshtrain.train.loop",
         )
+        from meshtrain.recipes.elastic import restarts_of
         from meshtrain.recipes.prepare import prepare
 
         prepared = prepare(settings)
         if prepared.finished:
-            print(
-                f"{prepared.out} holds this run, and it is finished: nothing is left to do. Its model is {prepared.export}"
-            )
+            if _first_on_host():
+                print(
+                    f"{prepared.out} holds this run, and it is finished: nothing is left to do. Its model is {prepared.export}"
+                )
             return 0
         # Its threads do not survive the fork; ranks only decode, and it would warn about them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size=mesh.dp * mesh.tp,
             device=prepared.device,
             timeout_s=mesh.timeout,
-            grace_s=mesh.timeout,  # for the step under way and the export after an interruption
+            grace_s=mesh.timeout,  # for the step under way and the checkpoint after an interruption
+            restarts=restarts_of(prepared),
         )
     except Refused as error:
         from meshtrain.train.console import refuse

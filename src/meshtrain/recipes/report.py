@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from meshtrain import Refused, load_pretrained
+from meshtrain import MeshtrainError, Refused, load_pretrained
 from meshtrain.data import TokenDataset
 from meshtrain.environment import environment
 from meshtrain.parallel.objects import gather_values
@@ -110,8 +110,24 @@ def recording(run: Run, console: RunConsole, out: Path, done: int) -> Iterator[C
         _write_settings(run, out)
         view = stack.enter_context(console.steps(run.settings.training.steps))
 
+        told = False
+
         def report(step: StepMetrics) -> None:
-            metrics.write(step)
+            nonlocal told
+            try:
+                metrics.write(step)
+            except OSError as error:
+                if run.settings.checkpoint.on_save_error == "stop":
+                    raise MeshtrainError(
+                        f"{out / METRICS}: step {step.step} could not be recorded ({error.strerror}). The checkpoints are "
+                        "untouched: free some space and give the same command again, or go on all the same with "
+                        "--on-save-error warn"
+                    ) from error
+                if not told:
+                    console.say(
+                        f"{out / METRICS} lacks steps from {step.step} on: {error.strerror}", style="bold yellow"
+                    )
+                told = True
             view.show(step)
 
         yield report
@@ -138,7 +154,7 @@ def _write_settings(run: Run, out: Path) -> None:
     chosen = run.settings.mesh
     write_settings(
         out / SETTINGS,
-        dict(run.settings.items()),
+        run.settings.as_json(),
         mesh={"dp": chosen.dp, "tp": chosen.tp, "device": run.device},
         model=run.config.to_hf(),
         plan=_plan_as_data(run),

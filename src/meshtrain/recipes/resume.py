@@ -32,6 +32,9 @@ KEPT = (
 )  # fmt: skip
 """Settings that decide the course of a run. The others (mesh, micro-batch, recomputation ...) change it by rounding only."""
 
+WORDS = ("auto", "never")
+"""What --resume says besides a path."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -58,7 +61,7 @@ class Found:
 
 def course(settings: Settings, config: LlamaConfig, data: Mapping[str, str] | None) -> dict[str, Any]:
     """The settings in KEPT as JSON, by what they mean rather than how they were written. data: hashes of it, once known."""
-    flat = dict(settings.items())
+    flat = settings.as_json()
     known = data or {}
     return {
         **{name: flat[name] for name in KEPT},
@@ -72,6 +75,7 @@ def course(settings: Settings, config: LlamaConfig, data: Mapping[str, str] | No
 def check_course(before: Mapping[str, Any], now: Mapping[str, Any], settings: Settings, where: Path) -> None:
     """Raise Refused for settings that differ from those of the run that is gone on with, unless --allow-change names them."""
     allowed = allowed_changes(settings)
+    changed: dict[str, str] = {}
     for name in KEPT:
         old, new = before.get(name), now.get(name)
         if name in ("data", "tokenizer") and (old is None or new is None):
@@ -81,14 +85,15 @@ def check_course(before: Mapping[str, Any], now: Mapping[str, Any], settings: Se
         if name == "model":
             ours, theirs = dict(new or {}), dict(old or {})
             key = min(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-            what = f"its {key} was {theirs.get(key)!r} and is {ours.get(key)!r}"
+            changed[name] = f"its {key} was {theirs.get(key)!r} and is {ours.get(key)!r}"
         elif name in ("data", "tokenizer"):
-            what = "it has other content than before"
+            changed[name] = "it has other content than before"
         else:
-            what = f"it was {old!r} and is {new!r}"
+            changed[name] = f"it was {old!r} and is {new!r}"
+    if changed:
         raise Refused(
-            f"--{name}: {what}, which would alter the course of the run in {where}. Give it as it was, name it in "
-            f"--allow-change {name} to go on all the same, or choose another --out"
+            f"{'; '.join(f'--{name}: {what}' for name, what in changed.items())}, which would alter the course of the run in {where}. "
+            f"Give it as it was, name it in --allow-change {','.join(changed)} to go on all the same, or choose another --out"
         )
 
 
@@ -108,18 +113,9 @@ def allowed_changes(settings: Settings) -> set[str]:
 def find_run(settings: Settings, config: LlamaConfig, out: Path, export: Path) -> Found:
     """What --out and --resume hold. Raises Refused for a run that may not, or cannot, be gone on with."""
     allowed_changes(settings)
-    resume = settings.checkpoint.resume
-    if resume not in ("auto", "never"):
-        newest = _named(resume, out)
-        if os.path.lexists(out / METRICS) and not _is_in(newest.path, out):
-            raise Refused(
-                f"--resume {resume}: is no checkpoint of the run that --out {out} holds. Choose another --out for what follows it"
-            )
-        _check(newest, settings, config)
-        return Found("resumable", newest)
-    if not os.path.lexists(out / METRICS) and not checkpoints_in(out / CHECKPOINTS):
-        return Found("new")
-    if resume == "never":
+    named = settings.checkpoint.resume
+    holds = os.path.lexists(out / METRICS) or bool(checkpoints_in(out / CHECKPOINTS))
+    if holds and named == "never":
         raise Refused(
             f"--out {out}: holds a run already, and --resume never forbids to go on with it. Choose another directory, or remove "
             "this one"
@@ -129,17 +125,23 @@ def find_run(settings: Settings, config: LlamaConfig, out: Path, export: Path) -
         raise Refused(
             f"--out {out}: none of its {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0][1]}. Choose another --out"
         )
-    if found is None:
-        if export.is_dir() and any(export.iterdir()):
-            raise Refused(
-                f"--out {out}: holds a run already that left no checkpoint to go on from, and nothing is overwritten. Choose "
-                "another directory, or remove this one"
-            )
-        _check_begun(settings, config, out)
-        return Found("begun")
-    _check(found, settings, config)
-    finished = found.step >= settings.training.steps and export.is_dir() and any(export.iterdir())
-    return Found("finished" if finished else "resumable", found)
+    if named not in WORDS:
+        if holds and not _begun_from(named, out):
+            _check_newest(named, found, out)
+        found = found or _named(named)
+    if found is not None:
+        _check(found, settings, config)
+        finished = found.step >= settings.training.steps and export.is_dir() and any(export.iterdir())
+        return Found("finished" if finished else "resumable", found)
+    if not holds:
+        return Found("new")
+    if export.is_dir() and any(export.iterdir()):
+        raise Refused(
+            f"--out {out}: holds a run already that left no checkpoint to go on from, and nothing is overwritten. Choose "
+            "another directory, or remove this one"
+        )
+    _check_begun(settings, config, out)
+    return Found("begun")
 
 
 def resume(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path) -> Start:
@@ -147,57 +149,90 @@ def resume(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimize
 
     Raises Damaged when there are checkpoints and none is intact.
     """
-    named = settings.checkpoint.resume
     skipped: list[str] = []
     before: int | None = None
-    while (path := _newest_for_all(out, named, before, skipped)) is not None:
+    while (choice := _newest_for_all(settings.checkpoint.resume, out, before, skipped)) is not None:
+        path, before = choice
         try:
             found = load_checkpoint(model, optimizer, path)
         except Damaged as error:
             skipped.append(str(error))
-            if not _is_in(path, out):
-                raise
-            before = int(path.name.rpartition("-")[2])
             continue
         run = found.run
         return Start(found.step, int(run["tokens"]), int(run["samples"]), path, dict(run["course"]), tuple(skipped))
     if skipped:
-        raise Damaged(f"{out}: none of its {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0]}")
+        raise Damaged(f"none of {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0]}")
     return Start()
 
 
 def will_resume(settings: Settings, out: Path) -> bool:
     """Whether there is a checkpoint to load. Collective: all ranks go by what the first one sees."""
     named = settings.checkpoint.resume
-    return bool(gather_values(named not in ("auto", "never") or bool(checkpoints_in(out / CHECKPOINTS)))[0])
+    return bool(gather_values(named not in WORDS or bool(checkpoints_in(out / CHECKPOINTS)))[0])
 
 
-def _newest_for_all(out: Path, named: str, before: int | None, skipped: list[str]) -> Path | None:
-    """The path that rank 0 chooses, so that no two ranks go on from different steps."""
-    choice: tuple[str | None, list[str]] = (None, [])
+def _newest_for_all(named: str, out: Path, before: int | None, skipped: list[str]) -> tuple[Path, int] | None:
+    """The path and step that rank 0 chooses, so that no two ranks go on from different ones."""
+    choice: tuple[str, int] | None = None
+    why: list[str] = []
     if torch.distributed.get_rank() == 0:
-        found, why = newest_complete(out / CHECKPOINTS, before)
-        # Later generations of ranks go on from what this run has saved since, not from what it began with.
-        if found is None and not why and before is None and named not in ("auto", "never"):
-            found = _named(named, out)
-        choice = (str(found.path) if found is not None else None, [text for _, text in why])
-    path, why = gather_values(choice)[0]
+        found, passed = newest_complete(out / CHECKPOINTS, before)
+        # What this run has saved since goes before what it began with, also when its ranks are started again.
+        if found is None and not passed and not checkpoints_in(out / CHECKPOINTS) and named not in WORDS:
+            found, passed = _newest_of(named, before)
+        choice = (str(found.path), found.step) if found is not None else None
+        why = [text for _, text in passed]
+    choice, why = gather_values((choice, why))[0]
     skipped.extend(why)
-    return Path(path) if path is not None else None
+    return (Path(choice[0]), choice[1]) if choice is not None else None
 
 
-def _named(given: str, out: Path) -> Checkpoint:
+def _named(given: str) -> Checkpoint:
     """The checkpoint that --resume names: itself, or the newest of a run. Raises Refused."""
     folder = Path(given)
     if not given or not folder.is_dir():
         raise Refused(f"--resume {given}: no such directory. Give auto, never, a checkpoint, or the directory of a run")
+    found, skipped = _newest_of(given)
+    if found is None:
+        raise Refused(f"--resume {given}: holds no intact checkpoint. The newest: {skipped[0][1]}")
+    return found
+
+
+def _newest_of(given: str, before: int | None = None) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest intact checkpoint of fewer than `before` steps in a run, in its checkpoints/, or in a checkpoint itself."""
+    folder = Path(given)
     for place in (folder / CHECKPOINTS, folder):
         if checkpoints_in(place):
-            found, skipped = newest_complete(place)
-            if found is None:
-                raise Refused(f"--resume {given}: none of its checkpoints is intact. The newest: {skipped[0][1]}")
-            return found
-    return inspect_checkpoint(folder)
+            return newest_complete(place, before)
+    try:
+        found = inspect_checkpoint(folder)
+    except Damaged as error:
+        return None, [(folder, str(error))]
+    return (found if before is None or found.step < before else None), []
+
+
+def _begun_from(named: str, out: Path) -> bool:
+    """Whether the run in `out` was begun with this --resume, so that the same command goes on with it."""
+    try:
+        settings = read_json(out / SETTINGS).get("settings")
+    except (OSError, Refused):
+        return False
+    return isinstance(settings, Mapping) and settings.get("resume") == named
+
+
+def _check_newest(named: str, newest: Checkpoint | None, out: Path) -> None:
+    """Raise Refused unless --resume names what the run in `out` goes on from anyway."""
+    path = os.path.realpath(_named(named).path)
+    if newest is not None and path == os.path.realpath(newest.path):
+        return
+    if newest is not None and os.path.dirname(path) == os.path.realpath(newest.path.parent):
+        raise Refused(
+            f"--resume {named}: --out {out} holds a newer one, {newest.path.name}. Leave --resume out to go on from that, or choose "
+            "another --out for what follows the older one"
+        )
+    raise Refused(
+        f"--resume {named}: is no checkpoint of the run that --out {out} holds. Choose another --out for what follows it"
+    )
 
 
 def _check(found: Checkpoint, settings: Settings, config: LlamaConfig) -> None:
@@ -215,7 +250,3 @@ def _check_begun(settings: Settings, config: LlamaConfig, out: Path) -> None:
         before = read_json(out / SETTINGS).get("course")
         if isinstance(before, Mapping):
             check_course(before, course(settings, config, None), settings, out)
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))

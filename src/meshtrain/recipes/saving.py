@@ -82,7 +82,7 @@ def saving_of(
             },
             "loss_scale": None,
             "course": now,
-            "settings": dict(run.settings.items()),
+            "settings": run.settings.as_json(),
         }  # fmt: skip
 
     def saved(what: Saved) -> None:

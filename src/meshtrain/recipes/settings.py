@@ -6,6 +6,7 @@ so that `--help` and a mistyped flag are answered at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields
 from typing import Annotated, Any, Literal
@@ -159,6 +160,13 @@ class Settings:
         """Each setting under its flag's name without the dashes in front ("seq-len")."""
         for group, name in GROUP_OF.items():
             yield flag_of(group), getattr(getattr(self, name), group)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON, which has no infinity: it is text there, as on the command line."""
+        return {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.items()
+        }
 
 
 def flag_of(name: str) -> str:

@@ -24,7 +24,7 @@ from meshtrain.state.generators import GENERATORS, generators_file
 from meshtrain.state.header import open_regular
 from meshtrain.state.manifest import MANIFEST, FileSums, Manifest, read_manifest
 from meshtrain.state.pretrained import write_parts
-from meshtrain.state.publish import write_file
+from meshtrain.state.publish import check_target, files_below, write_file
 from meshtrain.state.strict_json import shown
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS, Team
@@ -137,25 +137,15 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         manifest = read_manifest(folder)
         if manifest is None:
-            if not os.path.lexists(folder / STATE):
-                raise Refused(
-                    f"{folder}: has no {MANIFEST}, so it is no checkpoint to resume from. To start from the weights of "
-                    "a model directory, use load_pretrained or --init-from"
-                )
-            raise Damaged(f"{folder}: {MANIFEST} is missing; {OTHER}")
-        for name, sums in manifest.files.items():
-            _check_file(folder, name, sums)
-        for name in (STATE, GENERATORS):
-            if name not in manifest.files:
-                raise Damaged(f"{folder}: {MANIFEST} does not list {name}, which every checkpoint has; {OTHER}")
-        state = read_json(folder / STATE)
-        inspect_pretrained(folder)
-    except Damaged:
-        raise
-    except Refused as error:
-        if not os.path.lexists(folder / STATE) and not os.path.lexists(folder / MANIFEST):
-            raise
-        raise Damaged(str(error)) from error
+            if os.path.lexists(folder / STATE):
+                raise Damaged(f"{folder}: {MANIFEST} is missing; {OTHER}")
+            raise Refused(
+                f"{folder}: has no {MANIFEST}, so it is no checkpoint to resume from. To start from the weights of "
+                "a model directory, use load_pretrained or --init-from"
+            )
+        state = _checked_state(folder, manifest)
+    except OSError as error:
+        raise Damaged(f"{folder}: cannot be read ({error}); {OTHER}") from error
     if state.get("format") != FORMAT or state.get("version") != VERSION:
         raise Refused(
             f"{folder / STATE}: is of format {shown(str(state.get('format')))} version {shown(str(state.get('version')))}, not "
@@ -164,8 +154,24 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(folder, manifest, state)
 
 
+def _checked_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The content of state.json, when all files are there and what they should be. Raises Damaged."""
+    try:
+        for name, sums in manifest.files.items():
+            _check_file(folder, name, sums)
+        for name in (STATE, GENERATORS):
+            if name not in manifest.files:
+                raise Damaged(f"{folder}: {MANIFEST} does not list {name}, which every checkpoint has; {OTHER}")
+        inspect_pretrained(folder)
+        return read_json(folder / STATE)
+    except Damaged:
+        raise
+    except Refused as error:
+        raise Damaged(str(error)) from error
+
+
 def _names_in(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path.relative_to(folder).as_posix() for path in files_below(folder))
 
 
 def _sums_of(path: Path) -> FileSums:
@@ -174,12 +180,9 @@ def _sums_of(path: Path) -> FileSums:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raise Refused for a target that is there and is no checkpoint."""
-    if not os.path.lexists(target) or (target.is_dir() and (os.path.lexists(target / STATE) or not os.listdir(target))):
-        return
-    raise Refused(
-        f"{target}: exists and is no checkpoint ({STATE} is missing), so it is not replaced. Choose another path"
-    )
+    """Raise Refused for a target that is there and neither a checkpoint, whatever state it is in, nor a model directory."""
+    if not any(os.path.lexists(target / name) for name in (STATE, MANIFEST)):
+        check_target(target)
 
 
 def _check_file(folder: Path, name: str, sums: FileSums) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from meshtrain.errors import Damaged, Refused
 from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.manifest import MANIFEST
 from meshtrain.state.publish import fsync_directory, write_file
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 _NAME = re.compile(r"step-(\d{8,18})")
 _LEFT = re.compile(r"\.(step-\d{8,18}\.(tmp|old)|latest)-[0-9a-f]{16}")
+_REMOVED = re.compile(r"\.step-\d{8,18}\.old-[0-9a-f]{16}")
 
 
 def name_of(step: int) -> str:
@@ -69,11 +71,12 @@ def prune(folder: Path, keep: int | None, milestone: int = 0, protect: int | Non
     return removed
 
 
-def sweep(folder: Path) -> None:
-    """Remove what saves and removals that were killed have left. Only while nobody else saves to this folder."""
-    with suppress(FileNotFoundError):
+def sweep(folder: Path, removals_only: bool = False) -> None:
+    """Remove what removals that were killed or failed have left, and saves too, the latter only while nobody else saves to
+    this folder. What cannot be removed now stays for the next time."""
+    with suppress(OSError):
         for name in os.listdir(folder):
-            if _LEFT.fullmatch(name):
+            if (_REMOVED if removals_only else _LEFT).fullmatch(name):
                 path = folder / name
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
@@ -104,7 +107,7 @@ def newest_complete(folder: Path, before: int | None = None) -> tuple[Checkpoint
         except Damaged as error:
             skipped.append((path, str(error)))
         except Refused as error:
-            if path.is_dir() and os.listdir(path):
+            if os.path.lexists(path / MANIFEST):
                 raise
             skipped.append((path, str(error)))
     return None, skipped

@@ -5,6 +5,7 @@ Taking it is cheap, local and needs no other rank; planning and writing may happ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from meshtrain.state.generators import own_generators
 from meshtrain.state.held import Held, held_by, model_part
 from meshtrain.state.moments import Named, OptimizerState, capture
 from meshtrain.state.specs import TensorSpec, canonical, layouts_of_plain
+from meshtrain.state.strict_json import shown
 from meshtrain.state.writer import Part, check_shards, json_bytes, plan_save
 
 TRAINING = "training"
@@ -67,7 +69,7 @@ def take(
 ) -> Content:
     """What a checkpoint after `step` steps consists of on this rank. The tensors are the live ones, not copies.
 
-    Raises ContractError for an optimizer of another model, or with a state that a checkpoint cannot hold.
+    Raises ContractError for an optimizer of another model, and for what a checkpoint cannot hold.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ContractError(f"step is {step!r}: it must be the number of steps made, 0 or more")
@@ -79,7 +81,7 @@ def take(
         capture(optimizer, named_parameters(model)),
         own_generators(),
         _parallel(model),
-        dict(run or {}),
+        _as_json(run or {}),
     )
 
 
@@ -129,6 +131,16 @@ def moment_specs(kind: str, dtypes: Mapping[str, torch.dtype], layouts: Mapping[
         for name, layout in layouts.items()
         if name in dtypes
     ]
+
+
+def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, as it will be read: what the caller changes later is not in it."""
+    try:
+        return dict(json.loads(json.dumps(dict(run), allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise ContractError(
+            f"run={shown(repr(run))} is not JSON ({error}): give objects, lists, strings, finite numbers, true, false and null"
+        ) from error
 
 
 def _parallel(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshtrain.errors import Refused
+from meshtrain.errors import Damaged, Refused
 from meshtrain.state.checksum import combined, crc32
 from meshtrain.state.header import open_regular
 from meshtrain.state.strict_json import parse_object, shown
@@ -67,21 +67,19 @@ def sums_of_tensors(head: bytes, tensors: dict[str, tuple[int, int]]) -> FileSum
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none. Raises Refused when it is damaged or of another kind."""
+    """The manifest of a checkpoint; None where there is none.
+
+    Raises Damaged when it is not what was written, and Refused when another version wrote it.
+    """
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return None
-    raw = _content(path)
-    head = len(_HEAD)
-    if raw[:head] != _HEAD or raw[head + 8 : head + 10] != b'",' or len(raw) < head + 10:
-        raise Refused(f"{path}: does not begin with the checksum that every manifest begins with; {_AGAIN}")
-    found = f"{crc32(raw[head + 10 :]):08x}".encode()
-    if raw[head : head + 8] != found:
-        raise Refused(
-            f"{path}: says {shown(raw[head : head + 8].decode('latin-1'))} of itself but sums to {found.decode()}: it was "
-            f"damaged after it was written; {_AGAIN}"
-        )
-    content = parse_object(raw, str(path))
+    try:
+        content = _guarded(path)
+    except Damaged:
+        raise
+    except Refused as error:
+        raise Damaged(str(error)) from error
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise Refused(
             f"{path}: is of format {shown(str(content.get('format')))} version {shown(str(content.get('version')))}, not "
@@ -89,11 +87,26 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     files = content.get("files")
     if not isinstance(files, dict):
-        raise Refused(f"{path}: field files must map names to what is known of each file; {_AGAIN}")
+        raise Damaged(f"{path}: field files must map names to what is known of each file; {_AGAIN}")
     return Manifest({name: _from_json(path, name, value) for name, value in files.items()})
 
 
 _AGAIN = "take another checkpoint"
+
+
+def _guarded(path: Path) -> dict[str, Any]:
+    """The object in the file, whose bytes sum to what its first field says."""
+    raw = _content(path)
+    head = len(_HEAD)
+    if raw[:head] != _HEAD or raw[head + 8 : head + 10] != b'",' or len(raw) < head + 10:
+        raise Damaged(f"{path}: does not begin with the checksum that every manifest begins with; {_AGAIN}")
+    found = f"{crc32(raw[head + 10 :]):08x}".encode()
+    if raw[head : head + 8] != found:
+        raise Damaged(
+            f"{path}: says {shown(raw[head : head + 8].decode('latin-1'))} of itself but sums to {found.decode()}: it was "
+            f"damaged after it was written; {_AGAIN}"
+        )
+    return parse_object(raw, str(path))
 
 
 def _content(path: Path) -> bytes:
@@ -115,20 +128,20 @@ def _as_json(sums: FileSums) -> dict[str, Any]:
 
 
 def _from_json(path: Path, name: str, value: Any) -> FileSums:
-    def refuse(what: str) -> Refused:
-        return Refused(f"{path}: file {shown(name)}: {what}; {_AGAIN}")
+    def wrong(what: str) -> Damaged:
+        return Damaged(f"{path}: file {shown(name)}: {what}; {_AGAIN}")
 
     parts = name.split("/")
     if len(parts) > 2 or parts[:-1] not in ([], ["training"]) or parts[-1] in ("", ".", "..") or not name.isprintable():
-        raise refuse("is no name of a file of a checkpoint")
+        raise wrong("is no name of a file of a checkpoint")
     if not isinstance(value, dict):
-        raise refuse("is not described by an object")
+        raise wrong("is not described by an object")
     tensors = value.get("tensors", {})
     numbers = [value.get("crc32"), *([value["header"]] if "header" in value else [])]
     if type(value.get("bytes")) is not int or not 0 <= value["bytes"] < 2**63 or not isinstance(tensors, dict):
-        raise refuse("bytes must be a whole number, and tensors map keys to checksums")
+        raise wrong("bytes must be a whole number, and tensors map keys to checksums")
     if not all(isinstance(text, str) and _SUM.fullmatch(text) for text in (*numbers, *tensors.values())):
-        raise refuse("a checksum is not 8 hexadecimal digits")
+        raise wrong("a checksum is not 8 hexadecimal digits")
     return FileSums(
         value["bytes"],
         int(value["crc32"], 16),

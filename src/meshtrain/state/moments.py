@@ -58,14 +58,9 @@ def capture(optimizer: torch.optim.Optimizer, named: Named) -> OptimizerState:
     layouts = {parameter: layout for layout, parameter in named}
     found = OptimizerState(type(optimizer).__name__)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in layouts:
-                raise ContractError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have. Build "
-                    "the optimizer on this model, after parallelize: adamw(model, lr=...)"
-                )
+        names = [_layout_of(parameter, layouts).name for parameter in group["params"]]
         options = {name: _plain(name, value) for name, value in group.items() if name != "params"}
-        found.groups.append({**options, "params": [layouts[parameter].name for parameter in group["params"]]})
+        found.groups.append({**options, "params": names})
     for parameter, layout in layouts.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
             _sort_in(found, kind, value, parameter, layout)
@@ -87,8 +82,10 @@ def restore(optimizer: torch.optim.Optimizer, named: Named, record: Mapping[str,
             f"the checkpoint holds the state of {shown(str(record['kind']))}, this optimizer is {type(optimizer).__name__}. "
             "Build the same kind, or start anew from the checkpoint's weights with load_pretrained"
         )
-    _restore_groups(optimizer, layouts, record["groups"])
+    restored = _matched(optimizer, layouts, record["groups"])
     known = {name for group in record["groups"] for name in group["params"]}
+    for group, options in restored:
+        group.update(options)
     optimizer.state.clear()
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     moments: dict[str, dict[str, Tensor]] = {}
@@ -130,10 +127,10 @@ def _sort_in(found: OptimizerState, kind: str, value: Any, parameter: nn.Paramet
             )
         found.moments.setdefault(kind, {})[layout.name] = local
     elif isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0 and not isinstance(value, DTensor):
-        found.numbers.setdefault(kind, {})[layout.name] = value.item()
+        found.numbers.setdefault(kind, {})[layout.name] = _finite(f"{kind} of '{layout.name}'", value.item())
         found.dtypes[kind] = str(value.dtype).removeprefix("torch.")
     elif isinstance(value, bool | int | float):
-        found.numbers.setdefault(kind, {})[layout.name] = value
+        found.numbers.setdefault(kind, {})[layout.name] = _finite(f"{kind} of '{layout.name}'", value)
     elif value is not None:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ContractError(
@@ -142,29 +139,41 @@ def _sort_in(found: OptimizerState, kind: str, value: Any, parameter: nn.Paramet
         )
 
 
-def _restore_groups(
+def _matched(
     optimizer: torch.optim.Optimizer, layouts: Mapping[nn.Parameter, ParamLayout], groups: list[dict[str, Any]]
-) -> None:
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(group of the optimizer, what the checkpoint says of its options), where both have the same groups of parameters."""
     saved = {frozenset(group["params"]): group for group in groups}
-    for number, group in enumerate(optimizer.param_groups):
-        names = frozenset(layouts[parameter].name for parameter in group["params"])
-        if names not in saved:
-            before = {name for held in saved for name in held}
-            lost, new = sorted(before - names), sorted(names - before)
-            example = (
-                f"{new[0]!r} is new in it" if new else f"{lost[0]!r} is not in it" if lost else "it is cut otherwise"
-            )
-            raise Refused(
-                f"group {number} of the optimizer is none of those in the checkpoint: {example}. Freeze the same parameters, "
-                "and make the same groups"
-            )
-        group.update(
-            {name: _untupled(group.get(name), value) for name, value in saved[names].items() if name != "params"}
+    ours = [frozenset(_layout_of(p, layouts).name for p in group["params"]) for group in optimizer.param_groups]
+    if set(saved) != set(ours):
+        before, now = frozenset().union(*saved), frozenset().union(*ours)
+        lost, new = sorted(before - now), sorted(now - before)
+        example = (
+            f"{shown(new[0])} is new in the optimizer" if new
+            else f"{shown(lost[0])} is not in the optimizer" if lost
+            else "the same parameters are grouped otherwise"
+        )  # fmt: skip
+        raise Refused(
+            f"the optimizer has not the groups of parameters that the checkpoint has: {example}. Freeze the same parameters, "
+            "and make the same groups"
         )
+    return [
+        (group, {name: _as_before(group.get(name), value) for name, value in saved[names].items() if name != "params"})
+        for names, group in zip(ours, optimizer.param_groups)
+    ]
 
 
-def _untupled(like: Any, value: Any) -> Any:
-    """JSON has lists only, and optimizers compare tuples."""
+def _layout_of(parameter: nn.Parameter, layouts: Mapping[nn.Parameter, ParamLayout]) -> ParamLayout:
+    if parameter not in layouts:
+        raise ContractError(
+            f"the optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have. Build "
+            "the optimizer on this model, after parallelize: adamw(model, lr=...)"
+        )
+    return layouts[parameter]
+
+
+def _as_before(like: Any, value: Any) -> Any:
+    """An option of the kind that the optimizer has: JSON knows neither tuples nor tensors."""
     if isinstance(like, Tensor):
         return torch.as_tensor(value, dtype=like.dtype, device=like.device)
     return tuple(value) if isinstance(like, tuple) else value
@@ -172,14 +181,18 @@ def _untupled(like: Any, value: Any) -> Any:
 
 def _plain(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
+        value = value.item()
     if isinstance(value, tuple | list) and all(isinstance(item, bool | int | float) for item in value):
-        return list(value)
+        return [_finite(f"option {name!r}", item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ContractError(f"option {name!r} of the optimizer is {value}: a checkpoint holds finite numbers only")
-        return value
+        return _finite(f"option {name!r}", value)
     raise ContractError(f"option {name!r} of the optimizer is a {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _finite(what: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ContractError(f"{what} of the optimizer is {value}: a checkpoint holds finite numbers only")
+    return value
 
 
 def _by_dtype(held: Mapping[str, Tensor]) -> dict[str, list[str]]:

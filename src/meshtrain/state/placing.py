@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from meshtrain.parallel.layout import MeshSizes
+from meshtrain.state.publish import named_errors
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import Team
 from meshtrain.state.transfer import Staging, pieces, stage, sum_piece, sum_shard, write_piece, write_shard
@@ -27,19 +28,21 @@ def write_own(
     under_way: list[Future[None]] = []
     with ThreadPoolExecutor(1, "meshtrain-fsync") as disk:
         for part, name, keys, starts in _own_files(parts, coordinate):
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CLOEXEC)
+            path = folder / name
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                for key in keys:
-                    spec = part.plan.specs[key]
-                    local, dtype = part.shards[spec.name], part.plan.dtypes[key]
-                    write_shard(descriptor, starts[key], spec, coordinate, local, dtype, staging)
+                with named_errors(path):
+                    for key in keys:
+                        spec = part.plan.specs[key]
+                        local, dtype = part.shards[spec.name], part.plan.dtypes[key]
+                        write_shard(descriptor, starts[key], spec, coordinate, local, dtype, staging)
             except BaseException:
                 os.close(descriptor)
                 raise
-            under_way.append(disk.submit(_sync_and_close, descriptor))
+            under_way.append(disk.submit(_sync_and_close, descriptor, path))
             if sums is not None:
                 for key in keys:
-                    spec, total = part.plan.specs[key], sums.of(folder / name, starts[key])
+                    spec, total = part.plan.specs[key], sums.of(path, starts[key])
                     sum_shard(spec, coordinate, part.shards[spec.name], part.plan.dtypes[key], staging, total)
             if len(under_way) > 1:  # as many descriptors are open
                 under_way.pop(0).result()
@@ -47,11 +50,12 @@ def write_own(
             each.result()
 
 
-def _sync_and_close(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sync_and_close(descriptor: int, path: Path) -> None:
+    with named_errors(path):
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _own_files(parts: Sequence[Part], coordinate: tuple[int, int]) -> list[tuple[Part, str, list[str], dict[str, int]]]:

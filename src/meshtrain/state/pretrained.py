@@ -100,6 +100,7 @@ def write_parts(
         if tokenizer is not None:
             write_tokenizer(tokenizer, folder)
         for name, content in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_file(folder / name, content)
 
     return write_directory([part.plan for part in parts], path, fill, beside, held.team, sums=sums, **how)

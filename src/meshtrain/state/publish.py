@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshtrain.errors import Refused
+from meshtrain.errors import MeshtrainError, Refused
 from meshtrain.state.folder import INDEX, WEIGHTS
 
 TOKENIZER_FILES = (
@@ -101,9 +101,9 @@ def publish(temporary: Path, target: Path) -> None:
     removed.
     """
     fsync_directory(temporary)
-    if not os.path.lexists(target):
+    if not _is_there(target):
         os.rename(temporary, target)
-        fsync_directory(target.parent)
+        _settle(target)
         return
     aside = target.parent / f".{target.name}.old-{secrets.token_hex(8)}"
     if _exchange(temporary, target):
@@ -115,22 +115,43 @@ def publish(temporary: Path, target: Path) -> None:
         except OSError:
             os.rename(aside, target)
             raise
-    fsync_directory(target.parent)
+    _settle(target)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _settle(target: Path) -> None:
+    try:
+        fsync_directory(target.parent)
+    except OSError as error:
+        raise MeshtrainError(
+            f"{target}: is whole and in its place, but might not survive a power cut ({error})"
+        ) from error
 
 
 def fsync_directory(folder: Path) -> None:
     """Make the names in a directory durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with named_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Have errors of the system say which file they are about: those of write and fsync do not."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file durably."""
-    with open(path, "wb") as file:
+    with named_errors(path), open(path, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -138,14 +159,34 @@ def write_file(path: Path, content: bytes) -> None:
 
 def fsync_files(folder: Path) -> None:
     """Make every file under a directory durable, and the names of those below it."""
-    for path, _, names in os.walk(folder):
-        for name in names:
-            descriptor = os.open(os.path.join(path, name), os.O_RDONLY | os.O_CLOEXEC)
+    found = files_below(folder)
+    for path in found:
+        with named_errors(path):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        fsync_directory(Path(path))
+    for path in {folder, *(path.parent for path in found)}:
+        fsync_directory(path)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Every file under a directory. Unlike a glob, it raises for a directory that cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return [Path(path, name) for path, _, names in os.walk(folder, onerror=fail) for name in sorted(names)]
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of this name. Unlike os.path.lexists, it does not take an error of the system for a no."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:

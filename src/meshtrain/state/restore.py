@@ -91,7 +91,7 @@ def load_checkpoint(
     team.agree(attempt(_compare, checkpoint, first, whole))
     if (state := find_state(model)) is not None:
         state.tp.calls = int(checkpoint.state["parallel"].get("dropout_calls", 0))
-    restore_generators(checkpoint.path, team)
+    team.agree(attempt(restore_generators, checkpoint.path, team))
     return checkpoint
 
 

@@ -183,9 +183,15 @@ class Saver:
         removed: list[Path] = []
 
         def published(target: Path) -> None:
-            move_latest(self.folder, target.name)
+            try:
+                move_latest(self.folder, target.name)
+            except OSError as error:
+                raise MeshtrainError(
+                    f"{target}: is whole and in its place, but `latest` does not name it ({error})"
+                ) from error
             with suppress(OSError):  # the checkpoint is safe all the same, and the next save tries again
                 removed.extend(prune(self.folder, self._keep, self._milestone, content.step))
+                sweep(self.folder, removals_only=True)
 
         try:
             path = write_checkpoint(
@@ -197,6 +203,8 @@ class Saver:
             if self._on_saved is not None:
                 self._on_saved(self._saved)
         except BaseException as error:
+            if stall is None and not isinstance(error, Exception):
+                raise  # Ctrl-C in the caller's own thread is no failure of the save
             self._failure = error
 
 

@@ -27,6 +27,7 @@ from meshtrain.state.publish import (
     check_space,
     check_target,
     fsync_files,
+    named_errors,
     publish,
     temporary_directory,
     write_file,
@@ -123,7 +124,8 @@ def write_directory(
 
     Raises on every rank when any rank fails (Refused for a target that may not be replaced, MeshtrainError
     with rank and cause otherwise); then nothing is left behind, and a directory that was there before is
-    untouched.
+    untouched. (Two errors can come when the directory is in its place already, and say so: its name may not be durable,
+    or `published` failed.)
     """
     named, target = os.path.abspath(target), Path(os.path.realpath(target))
     files = [file for plan in plans for file in plan.files]
@@ -140,7 +142,7 @@ def write_directory(
                 parent.parent.mkdir(exist_ok=True)
             beside(folder)
             for file in files:
-                with open(folder / file.name, "xb") as handle:
+                with named_errors(folder / file.name), open(folder / file.name, "xb") as handle:
                     handle.write(file.head)
                     handle.truncate(file.size)
 
@@ -157,7 +159,7 @@ def write_directory(
         team.agree(attempt(begin) if team.rank == 0 else None)
         folder = Path(team.from_first(str(folder)))
         if shared is None:
-            shared = team.all(folder.is_dir())
+            shared = team.all(_sees(folder))
         team.agree(attempt(fill, folder, shared))
         found = _sums_of(files, plans, sums, folder, team) if sums is not None else {}
         team.agree(attempt(finish) if team.rank == 0 else None)
@@ -177,6 +179,13 @@ def _sums_of(
         file.name: sums_of_tensors(file.head, {key: (next(whole), nbytes[file.name, key]) for key in file.starts})
         for file in files
     }
+
+
+def _sees(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except OSError:  # raised here on one rank, it would leave the others waiting
+        return False
 
 
 def attempt(call: Callable[..., None], *args: Any) -> Exception | None:
