@@ -102,7 +102,7 @@ class RankPool:
         replies, types, failures = self._collect(timeout)
         if failures:
             alike = len(failures) == self.world_size and len(set(types.values())) == 1
-            if not alike or any("secondary" in kind for kind in types.values()):
+            if not alike or any(kind in ("Hung", "Died") or "secondary" in kind for kind in types.values()):
                 self.close()  # the ranks no longer agree about where they are
             raise RankError(failures, {rank: kind.removesuffix(" secondary") for rank, kind in types.items()})
         return [replies[rank] for rank in range(self.world_size)]

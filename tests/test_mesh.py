@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from meshtrain.errors import Refused
-from meshtrain.mesh import axis_size, check_world_size, coordinate, group_timeout, init_mesh, pick_device
+from meshtrain.launch import launch
+from meshtrain.mesh import check_timeout, check_world_size, group_timeout, init_mesh, pick_device, visible_devices
 from tests.ranks import GROUP_TIMEOUT_S, RankError, RankPool, mesh
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def shape_and_sums(dp: int, tp: int) -> tuple[int, int, tuple[int, int], list[float], str]:
+def shape_and_sums(dp: int, tp: int) -> tuple[tuple[int, ...], tuple[int, ...], list[float], str]:
     grid = mesh(dp, tp)
     sums = []
     for axis in ("dp", "tp"):
         value = torch.tensor(float(dist.get_rank()))
         dist.all_reduce(value, group=grid.get_group(axis))
         sums.append(value.item())
-    return axis_size(grid, "dp"), axis_size(grid, "tp"), coordinate(grid), sums, grid.device_type
+    return grid.shape, tuple(grid.get_coordinate()), sums, grid.device_type
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 2), (1, 4)])
@@ -32,7 +34,7 @@ def test_tp_neighbours_are_adjacent_ranks_and_each_axis_sums_over_its_own_peers(
         row, column = divmod(rank, tp)
         along_dp = float(sum(range(column, 4, tp)))
         along_tp = float(sum(range(row * tp, row * tp + tp)))
-        assert found == (dp, tp, (row, column), [along_dp, along_tp], "cpu")
+        assert found == ((dp, tp), (row, column), [along_dp, along_tp], "cpu")
 
 
 def timeouts(dp: int, tp: int, timeout_s: float | None) -> list[timedelta | None]:
@@ -51,6 +53,30 @@ def test_every_group_of_the_mesh_has_the_time_out(ranks, dp, tp, timeout_s):
     assert ranks(4).run(timeouts, dp, tp, timeout_s) == [[expected] * 3] * 4
 
 
+@pytest.mark.parametrize("seconds", [1, 300.0, 1e9])
+def test_a_time_out_that_torch_can_hold_is_taken(seconds):
+    assert check_timeout(seconds) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.999, 1.1e9, 1e300, 10**400, float("inf"), float("nan"), True, "9", None])
+def test_a_time_out_that_fails_by_itself_is_refused_with_the_limits(seconds):
+    # Above the limit C++ overflows: at once, or never. Below it a busy host fails because it is busy.
+    with pytest.raises(Refused, match=r"from 1 to 1000000000\. Use 300"):
+        check_timeout(seconds)
+
+
+def mesh_with_a_bad_time_out() -> str:
+    before = group_timeout(dist.group.WORLD)
+    with pytest.raises(Refused) as caught:
+        init_mesh(2, 1, "cpu", timeout_s=1e300)
+    assert group_timeout(dist.group.WORLD) == before
+    return str(caught.value)
+
+
+def test_a_mesh_refuses_such_a_time_out_before_it_makes_a_group(ranks):
+    assert all("time-out is 1e+300 seconds" in message for message in ranks(2).run(mesh_with_a_bad_time_out))
+
+
 def wait_for_a_late_peer() -> float:
     group = init_mesh(2, 2, "cpu", timeout_s=1.0).get_group("tp")
     start = time.monotonic()
@@ -67,6 +93,16 @@ def test_a_collective_of_an_axis_ends_at_its_time_out(ranks):
     assert "Timed out waiting 1000ms" in caught.value.failures[2]
     assert caught.value.types[2] == "RuntimeError"
     assert time.monotonic() - start < 15
+
+
+def leave_as_soon_as_the_mesh_is_there() -> None:
+    init_mesh(4, 2, "cpu")
+
+
+def test_a_rank_may_leave_once_it_has_its_mesh():
+    # It would cut the connections that slower ranks still make: a matter of luck, so more than once.
+    for _ in range(8):
+        assert launch(leave_as_soon_as_the_mesh_is_there, world_size=8, device="cpu", timeout_s=30) == 0
 
 
 def refused(dp: int, tp: int) -> str:
@@ -95,7 +131,7 @@ def test_check_world_size_accepts_what_fits():
         check_world_size(2, 1, 1)
 
 
-def alone() -> tuple[timedelta | None, tuple[int, int], str, bool]:
+def alone() -> tuple[timedelta | None, tuple[int, ...], str, bool]:
     """In a fork of its own, without any group: a mesh of one."""
     import os
 
@@ -105,7 +141,7 @@ def alone() -> tuple[timedelta | None, tuple[int, int], str, bool]:
     grid = init_mesh(1, 1, timeout_s=11)
     found = (
         group_timeout(grid.get_group("tp")),
-        coordinate(grid),
+        tuple(grid.get_coordinate()),
         dist.get_backend(),
         "GLOO_SOCKET_IFNAME" in os.environ,
     )
@@ -131,14 +167,24 @@ def test_pick_device_takes_only_what_is_there():
             pick_device("cuda")
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(None, ("0", "1", "2")), ("4, 2,7", ("4", "2", "7")), ("GPU-a,GPU-b,GPU-c", ("GPU-a", "GPU-b", "GPU-c"))],
+)
+def test_visible_devices_have_the_names_that_the_environment_uses(monkeypatch, named, expected):
+    monkeypatch.setattr("meshtrain.mesh.cuda_device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_devices() == expected
+
+
 def test_d17_a_visible_accelerator_does_not_move_a_cpu_mesh(ranks):
     # The mesh says "cpu" because it was asked to, and its groups carry no other device's back end.
     assert ranks(2).run(device_of_mesh_beside_an_accelerator) == ["cpu", "cpu"]
 
 
 def device_of_mesh_beside_an_accelerator() -> str:
-    from unittest import mock
-
     with (
         mock.patch("torch.cuda.device_count", return_value=8),
         mock.patch("torch.backends.cuda.is_built", return_value=True),
@@ -146,19 +192,19 @@ def device_of_mesh_beside_an_accelerator() -> str:
         return init_mesh(2, 1).device_type
 
 
-def mesh_of_a_dry_run() -> tuple[int, int, tuple[int, int]]:
+def mesh_of_a_dry_run() -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=11, world_size=64)
     grid = init_mesh(16, 4, "cpu", timeout_s=5)
-    return axis_size(grid, "dp"), axis_size(grid, "tp"), coordinate(grid)
+    return grid.shape, tuple(grid.get_coordinate())
 
 
 def test_a_fake_group_makes_the_mesh_of_a_dry_run():
     single = RankPool(1)
     try:
-        assert single.run(mesh_of_a_dry_run) == [(16, 4, (2, 3))]
+        assert single.run(mesh_of_a_dry_run) == [((16, 4), (2, 3))]
     finally:
         single.close()
 

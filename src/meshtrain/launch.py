@@ -1,7 +1,7 @@
 """One command -> N ranks on this host, by fork; or join the ranks that torchrun or Slurm started.
 
-Checks and prepares. Watching the ranks started here is `meshtrain.supervise`; what a rank does is
-`meshtrain.ranks`; what an outside launcher said is `meshtrain.environment`.
+Checks and prepares. Watching the ranks started here is `meshtrain.supervise`, starting them again after a failure
+`meshtrain.restarts`; what a rank does is `meshtrain.ranks`; what an outside launcher said is `meshtrain.environment`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import os
 import re
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +22,9 @@ from typing import Any
 from meshtrain.environment import RankEnvironment, environment, threads_per_rank
 from meshtrain.errors import Refused
 from meshtrain.ranks import STATUS_INTERRUPTED, Work, describe, run_rank
-from meshtrain.supervise import Job, count_interrupts, place_on_this_host
+from meshtrain.restarts import Restarts, run_generations
+from meshtrain.signals import ASKING, Interruptions, as_sigint, handled
+from meshtrain.supervise import place_on_this_host
 
 DEFAULT_TIMEOUT_S = 300.0
 INTERRUPT_GRACE_S = 10.0
@@ -36,23 +38,34 @@ def run(
     device: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_s: float = INTERRUPT_GRACE_S,
+    restarts: Restarts | None = None,
 ) -> int:
     """Call `fn(*args)` on every rank: on those that torchrun or Slurm started, else on ranks started here.
 
     Returns the exit status: see `launch`. Under an outside launcher it is this rank's own, and its traceback
-    or message has been printed to stderr; SIGTERM then reaches `fn` as KeyboardInterrupt, as SIGINT does.
+    or message has been printed to stderr; SIGTERM and SIGUSR1 then reach `fn` as SIGINT does (KeyboardInterrupt, or
+    its own handler), and MESHTRAIN_RESTART is what torchrun or Slurm counts.
 
-    Raises Refused when an outside launcher started another number of ranks, or told this one nonsense.
+    Raises Refused when an outside launcher started another number of ranks, told this one nonsense, or would have to
+    do the restarts.
     """
     place = environment()
     if place is None:
-        return launch(fn, args, world_size=world_size, device=device, timeout_s=timeout_s, grace_s=grace_s)
+        return launch(
+            fn, args, world_size=world_size, device=device, timeout_s=timeout_s, grace_s=grace_s, restarts=restarts
+        )
     if place.world_size != world_size:
         raise Refused(
             f"{place.launcher} started {place.world_size} ranks, but dp x tp needs {world_size}. Start "
             f"{world_size} ranks, or choose dp and tp whose product is {place.world_size}; run without "
             f"{place.launcher} (unset RANK, WORLD_SIZE and LOCAL_RANK, under Slurm SLURM_PROCID) to let "
             "this command start its own ranks."
+        )
+    if restarts is not None and restarts.limit:
+        way = "torchrun --max-restarts" if place.launcher == "torchrun" else "sbatch --requeue"
+        raise Refused(
+            f"{restarts.limit} restarts were asked for, but {place.launcher} started the ranks and must start them "
+            f"again: use {way}, and leave out --max-restarts and --elastic."
         )
     return _join(place, Work(fn, args, device, timeout_s))
 
@@ -65,19 +78,25 @@ def launch(
     device: str,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     grace_s: float = INTERRUPT_GRACE_S,
+    restarts: Restarts | None = None,
 ) -> int:
     """Start `world_size` ranks on this host, call `fn(*args)` on each in one process group, and wait.
 
     device: "cpu" or "cuda" (one device per rank). timeout_s: seconds, of every collective and of meeting.
     grace_s: seconds that the ranks have to end by themselves after an interruption.
 
-    Returns 0 when all ranks ended well, and otherwise, with the first failure shown once on stderr: 1 when a
-    rank raised or was killed, 2 when it raised Refused, its code when it raised SystemExit. 130 after Ctrl-C,
-    SIGTERM or SIGHUP, which the ranks get as one SIGINT (KeyboardInterrupt); a second one kills them at once.
-    What `fn` returns is dropped. No process, port or file of the run is left when this returns.
+    restarts: what to do after a failure; None ends.
 
-    Call it before this process has used CUDA; ranks are forked. Raises Refused when `world_size` is below 1,
-    the device is absent or too few, or OMP_NUM_THREADS is not a number.
+    Returns 0 when all ranks ended well, and otherwise, with the first failure shown once on stderr: 1 when a rank
+    raised or was killed, 2 when it raised Refused, its code when it raised SystemExit; 3 when restarts bring the run no
+    further. What `fn` returns is dropped. No process, port or file of the run is left when this returns; only a process
+    that made a session of its own is left alone.
+
+    130 after Ctrl-C, SIGTERM, SIGHUP or SIGUSR1, which the ranks get as one SIGINT (KeyboardInterrupt). A second SIGINT
+    or SIGTERM kills them at once; a rank that has not ended 10 s after others have, or is stopped, is not waited for.
+
+    Call it before this process has used CUDA; ranks are forked. Raises Refused when `world_size` is below 1, the
+    device is absent or too few, the time-out is not from 1 to 10**9, or OMP_NUM_THREADS is not a number.
     """
     try:
         preload()
@@ -85,9 +104,10 @@ def launch(
         return STATUS_INTERRUPTED
     _check(world_size, device, timeout_s)
     _release_openmp_threads()
-    job = Job(world_size, grace_s)
-    with count_interrupts(job):
-        return job.run(Work(fn, args, device, timeout_s))
+    interruptions = Interruptions()
+    with handled(ASKING, interruptions.note):
+        work = Work(fn, args, device, timeout_s)
+        return run_generations(work, world_size, grace_s, restarts, interruptions)
 
 
 def preload(*modules: str) -> None:
@@ -123,12 +143,11 @@ def preload(*modules: str) -> None:
 def _check(world_size: int, device: str, timeout_s: float) -> None:
     import torch
 
-    from meshtrain.mesh import cuda_device_count, pick_device
+    from meshtrain.mesh import check_timeout, cuda_device_count, pick_device
 
     if world_size < 1:
         raise Refused(f"{world_size} ranks were asked for: there must be 1 or more.")
-    if not timeout_s > 0:
-        raise Refused(f"the time-out is {timeout_s!r} seconds: it must be above 0.")
+    check_timeout(timeout_s)
     threads_per_rank(place_on_this_host(0, world_size, 0))
     if pick_device(device) == "cuda":
         if world_size > cuda_device_count():
@@ -146,17 +165,15 @@ def _check(world_size: int, device: str, timeout_s: float) -> None:
 
 def _join(place: RankEnvironment, work: Work) -> int:
     """Be one rank of a job that somebody else started and will end."""
-    in_main = threading.current_thread() is threading.main_thread()
-    # torchrun and Slurm stop a rank with SIGTERM only; the function should see one kind of interruption.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if in_main else None
-    try:
-        preload()
-        outcome = run_rank(place, work)
-    except KeyboardInterrupt:
-        return STATUS_INTERRUPTED
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0"
+    # torchrun and Slurm stop a rank with SIGTERM, after a warning with SIGUSR1: the function sees one kind of
+    # interruption, and a rank that is already ending is not interrupted by what follows the warning.
+    with handled((signal.SIGTERM, signal.SIGUSR1), as_sigint(Interruptions())):
+        try:
+            preload()
+            outcome = run_rank(place, work, restart=restart)
+        except KeyboardInterrupt:
+            return STATUS_INTERRUPTED
     told = outcome.kind in ("error", "refused") or (outcome.kind == "exit" and outcome.text)
     if told:
         print(describe(outcome, place.world_size), file=sys.stderr, flush=True)

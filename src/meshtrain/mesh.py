@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from meshtrain.environment import environment
 from meshtrain.errors import Refused
 
 AXES = ("dp", "tp")
 DEFAULT_TIMEOUT_S = 300.0
+LEAST_TIMEOUT_S, GREATEST_TIMEOUT_S = 1, 10**9
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -31,18 +33,17 @@ def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | No
     Every rank calls it, with the same sizes. Where no default process group exists yet, it is made first:
     from the environment when a launcher has set one (torchrun, Slurm), else as a world of one rank.
 
-    device: "cpu", "cuda", or None for `pick_device`'s choice (the device of the group, when there is a
-    group).
-    timeout_s: seconds after which a collective on any group of the mesh fails. None keeps what the default
-    group
+    device: "cpu", "cuda", or None for `pick_device`'s choice (the device of the group, when there is a group).
+    timeout_s: seconds after which a collective on any group of the mesh fails. None keeps what the default group
         has, or is 300 for a group made here. A number applies to the default group as well.
 
-    Raises Refused when a size is below 1, when dp x tp is not the number of ranks, or when the device is
-    absent.
+    Raises Refused when a size is below 1, when dp x tp is not the number of ranks, when the device is absent, or when
+    the time-out is not from 1 to 10**9.
     """
     for axis, size in zip(AXES, (dp, tp), strict=True):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise Refused(f"mesh axis {axis} has size {size!r}: it must be a whole number of ranks, 1 or more.")
+    asked = None if timeout_s is None else check_timeout(timeout_s)
     if dist.is_initialized():
         check_world_size(dp, tp, dist.get_world_size())
         device = pick_device(device or _device_of_default_group())
@@ -54,7 +55,7 @@ def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | No
             found.export()
         init_default_group(device, DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
 
-    timeout = _timeout(timeout_s) if timeout_s is not None else group_timeout(dist.group.WORLD)
+    timeout = group_timeout(dist.group.WORLD) if asked is None else asked
     if device == "cuda" and not torch.cuda.is_initialized():
         # DeviceMesh otherwise guesses a device from the global rank where LOCAL_RANK is not set.
         torch.cuda.set_device(_local_cuda_index())
@@ -62,6 +63,8 @@ def init_mesh(dp: int, tp: int, device: str | None = None, timeout_s: float | No
     if timeout is not None:
         for group in (dist.group.WORLD, *(mesh.get_group(axis) for axis in AXES)):
             set_group_timeout(group, timeout)
+    if "gloo" in str(dist.get_backend_config()):
+        dist.all_reduce(torch.zeros(1))  # a rank that leaves now would cut connections that others still make
     return mesh
 
 
@@ -92,15 +95,15 @@ def init_default_group(
 
     On "cuda" the process takes one device, the one of LOCAL_RANK, and binds the group to it.
     """
-    timeout = _timeout(timeout_s)
+    timeout = check_timeout(timeout_s)
     device_id = None
     if device == "cuda":
         device_id = torch.device("cuda", _local_cuda_index())
         torch.cuda.set_device(device_id)
     backend = BACKENDS[device]
     if store is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=device_id)
-    elif store is None:
+        store, rank, world_size = _store_of_launcher(timeout)
+    if store is None:
         # Nobody is to be met: a store in memory opens no port, and gloo's own listener stays on the loopback.
         with loopback_interface():
             dist.init_process_group(
@@ -111,6 +114,32 @@ def init_default_group(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
+
+
+def _store_of_launcher(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store that the variables name, the rank in it, and the number of ranks."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # torchrun keeps one store for all restarts (but with --rdzv-backend c10d), in which ranks that are started again find
+    # where the old ones listened. On one host all ranks have the same count; on several they need not (torch #135712).
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restart and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"restart-{restart}", store)
+    return store, rank, world_size
+
+
+def check_timeout(timeout_s: float) -> timedelta:
+    """Return a time-out for `torch.distributed`. Raises Refused unless it is a number of seconds from 1 to 10**9.
+
+    Below a second a busy host fails for no other reason than being busy: ranks need about that long to meet. Above
+    10**9 (32 years) what torch counts in C++ would soon overflow: 9 * 10**9 s wait for ever, 10**10 s not at all.
+    """
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not (number and LEAST_TIMEOUT_S <= timeout_s <= GREATEST_TIMEOUT_S):
+        raise Refused(
+            f"the time-out is {timeout_s!r} seconds: it must be a number from {LEAST_TIMEOUT_S} to {GREATEST_TIMEOUT_S}. "
+            f"Use {DEFAULT_TIMEOUT_S:g} where no collective waits longer than that for a slow rank."
+        )
+    return timedelta(seconds=timeout_s)
 
 
 @contextmanager
@@ -124,19 +153,6 @@ def loopback_interface() -> Iterator[None]:
         yield
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Return the number of ranks along `axis`, "dp" or "tp". Raises Refused when there is no such axis."""
-    return mesh.size(_axis_index(mesh, axis))
-
-
-def coordinate(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return this rank's (dp, tp) position. Raises Refused when the rank is not in the mesh."""
-    here = mesh.get_coordinate()
-    if here is None:
-        raise Refused(f"rank {dist.get_rank()} is not part of the mesh {mesh}: call this on the mesh's ranks only.")
-    return here[_axis_index(mesh, "dp")], here[_axis_index(mesh, "tp")]
 
 
 def pick_device(name: str | None = None) -> str:
@@ -168,6 +184,12 @@ def cuda_device_count() -> int:
         return 0
     # device_count() asks NVML, where is_available() would start the driver, which a fork does not survive.
     return torch.cuda.device_count()
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; initialises nothing."""
+    count, named = cuda_device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(count))) if named is None else tuple(map(str.strip, named.split(",")))[:count]
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta | None:
@@ -209,12 +231,6 @@ def _subgroup_options(dp: int, tp: int, timeout: timedelta | None) -> Any:
     return {axis: options for axis, size in zip(AXES, (dp, tp), strict=True) if size != dp * tp} or None
 
 
-def _timeout(timeout_s: float) -> timedelta:
-    if not timeout_s > 0:
-        raise Refused(f"the time-out is {timeout_s!r} seconds: it must be above 0.")
-    return timedelta(seconds=timeout_s)
-
-
 def _device_of_default_group() -> str | None:
     """The device that the existing default group serves; None for a fake group, which serves any."""
     if dist.get_backend() == "fake":
@@ -236,10 +252,3 @@ def _local_cuda_index() -> int:
         f"most {count} ranks on this host, or make more devices visible (CUDA_VISIBLE_DEVICES, "
         "--gpus-per-node)."
     )
-
-
-def _axis_index(mesh: DeviceMesh, axis: str) -> int:
-    names = mesh.mesh_dim_names or ()
-    if axis not in names:
-        raise Refused(f"the mesh has no axis {axis!r}, only {', '.join(map(repr, names)) or 'unnamed ones'}.")
-    return names.index(axis)

@@ -1,6 +1,7 @@
 """One rank of a run: its threads, its process group, its function, and what became of it.
 
-Runs inside the rank, whoever started it. Starting and watching ranks is `meshtrain.launch`.
+Runs inside the rank, whoever started it. Starting ranks is `meshtrain.launch`, watching them `meshtrain.supervise`, and
+what their outcomes amount to together `meshtrain.verdict`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from meshtrain.errors import Refused
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STATUS_DONE, STATUS_FAILED, STATUS_REFUSED, STATUS_INTERRUPTED = 0, 1, 2, 130
+STATUS_DONE, STATUS_FAILED, STATUS_REFUSED, STATUS_STUCK, STATUS_INTERRUPTED = 0, 1, 2, 3, 130
+RESTART_VARIABLE = "MESHTRAIN_RESTART"
+"""Names the environment variable that tells a rank how often the ranks have been started again: 0 at first."""
 
 # What gloo, nccl and the store say on a rank whose peer is gone or late: such an error is seldom the cause.
 _SECONDARY = re.compile(
@@ -45,6 +48,8 @@ class Work:
     """"cpu" or "cuda"."""
     timeout_s: float
     """Seconds after which a collective, or the meeting of the ranks, fails."""
+    devices: tuple[str, ...] | None = None
+    """What CUDA_VISIBLE_DEVICES is to name, without the devices that were lost; None leaves it alone."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +75,32 @@ def run_rank(
     place: RankEnvironment,
     work: Work,
     connect: Callable[[], Store] | None = None,
+    *,
+    restart: str = "0",
+    met: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Join the process group, call the work's function, leave the group; return how it went, raising nothing.
 
-    connect: makes the store at which the ranks meet; None has torch make it from the environment.
+    connect: makes the store at which the ranks meet; None has torch make it from the environment. restart: how often
+    the ranks have been started again, which `fn` finds in MESHTRAIN_RESTART. met: called when all ranks are there.
     """
     try:
         from meshtrain.mesh import init_default_group
 
         place.export()
+        os.environ[RESTART_VARIABLE] = restart
+        if work.devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(work.devices)
         set_threads(threads_per_rank(place))
         store = connect() if connect else None
         init_default_group(work.device, work.timeout_s, store=store, rank=place.rank, world_size=place.world_size)
         _meet()
+        met()
         work.fn(*work.args)
         _leave()
         return Outcome(place.rank, STATUS_DONE, "done", at=time.monotonic())
     except BaseException as error:
-        # torch raises errors of its own outside Exception (CheckpointException), and a rank must report those
-        # too.
+        # torch raises errors of its own outside Exception (CheckpointException), and a rank must report those too.
         return outcome_of(error, place.rank)
 
 
