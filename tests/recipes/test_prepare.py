@@ -17,16 +17,6 @@ from tests.recipes import tiny
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return tiny.write_config(tmp_path / "tiny")
-
-
 def prepared(arguments: list[str]):
     return prepare(read_settings(arguments, program="program", description=""))
 
@@ -48,9 +38,17 @@ def snapshot(folder: Path) -> dict[str, int]:
         ({"lr": 0}, ["--lr is 0", "positive"]),
         ({"max_norm": 0}, ["--max-norm is 0", "inf"]),
         ({"weight_decay": "nan"}, ["--weight-decay is nan"]),
-        ({"timeout": -1}, ["--timeout is -1"]),
+        ({"timeout": -1}, ["--timeout -1", "from 1 to"]),
+        ({"timeout": "1e300"}, ["--timeout 1e+300", "from 1 to"]),
         ({"seed": -1}, ["--seed is -1"]),
         ({"sample": -1}, ["--sample is -1"]),
+        ({"save_every": -1}, ["--save-every is -1", "0 or more"]),
+        ({"save_minutes": "nan"}, ["--save-minutes is nan", "finite"]),
+        ({"keep": -1}, ["--keep is -1", "0 or more"]),
+        ({"keep_every": -2}, ["--keep-every is -2", "0 or more"]),
+        ({"max_restarts": -1}, ["--max-restarts is -1", "0 or more"]),
+        ({"resume": "nowhere"}, ["--resume nowhere", "no such directory", "auto"]),
+        ({"allow_change": "sead"}, ["--allow-change sead", "did you mean seed"]),
         ({"model": "deebug"}, ["'deebug'", "Did you mean debug"]),
         ({"init_from": "absent"}, ["--init-from absent", "no tokenizer"]),
         ({"tp": 3}, ["3", "q_proj"]),
@@ -78,12 +76,17 @@ def test_bad_settings_are_refused_and_leave_no_trace(
     assert snapshot(tmp_path) == before
 
 
-def test_a_directory_that_holds_a_run_is_refused(model: str, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(Refused, match=r"holds a run already .*another directory, or remove"):
-        prepared(tiny.flags(model, tmp_path / "out"))
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() == "{}\n"
+def test_a_run_that_left_an_export_and_no_checkpoint_is_not_overwritten(model: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "export").mkdir(parents=True)
+    (out / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(Refused, match=r"holds a run already, and --resume never forbids"):
+        prepared(tiny.flags(model, out, resume="never"))
+    assert not prepared(tiny.flags(model, out)).finished, "it was killed before its first checkpoint: it starts anew"
+    (out / "export" / "model.safetensors").write_text("")
+    with pytest.raises(Refused, match=r"left no checkpoint to go on from.*another directory, or remove"):
+        prepared(tiny.flags(model, out))
+    assert (out / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_an_export_never_replaces_a_model_nor_what_it_starts_from(model: str, tmp_path: Path) -> None:

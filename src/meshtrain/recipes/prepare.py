@@ -27,7 +27,7 @@ from meshtrain.data import (
     prepare_tokens,
 )
 from meshtrain.environment import environment
-from meshtrain.mesh import check_world_size, pick_device
+from meshtrain.mesh import check_timeout, check_world_size, pick_device
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import PRESETS, LlamaConfig, config_for
 from meshtrain.parallel import Resolved
@@ -170,8 +170,10 @@ def _check_numbers(settings: Settings) -> None:
         raise Refused(f"--weight-decay is {training.weight_decay}: it must be 0 or more, and finite. Use 0 for none")
     if not 0 <= training.seed < 2**63:
         raise Refused(f"--seed is {training.seed}: it must be a whole number from 0 to 2**63 - 1. Choose another")
-    if not 0 < mesh.timeout < math.inf:
-        raise Refused(f"--timeout is {mesh.timeout} seconds: it must be above 0, and finite. The default is 300")
+    try:
+        check_timeout(mesh.timeout)
+    except Refused as error:
+        raise Refused(f"--timeout {mesh.timeout}: {error}") from None
     checkpoint = settings.checkpoint
     for flag, count in (
         ("--save-every", checkpoint.save_every),
