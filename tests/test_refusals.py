@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import shlex
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from meshtrain import __main__ as tools
-from meshtrain import load_pretrained, save_pretrained, state_of
+from meshtrain import load_pretrained, save_checkpoint, save_pretrained, state_of
 from meshtrain.data import ByteTokenizer, TokenDataset
 from meshtrain.errors import ContractError, Refused
 from meshtrain.launch import launch
@@ -69,6 +70,7 @@ TORCHRUN = {
     "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511",
 }  # fmt: skip
 OLD_RUN: dict[str, Make] = {"out/metrics.jsonl": "{}\n"}
+OLD_EXPORT: dict[str, Make] = {**OLD_RUN, "out/export/model.safetensors": ""}
 
 FLAGS = [
     Bad("unknown flag", "--pipeline 2", "unknown flag", "--pipeline", "--help lists all flags"),
@@ -95,7 +97,19 @@ FLAGS = [
     Bad("world size", "--dp 4 --tp 2", "dp 4 x tp 2", "there are 4", "choose sizes whose product is 4", env=TORCHRUN),
     Bad("half a launcher", "", "MASTER_PORT is not set", "RANK, WORLD_SIZE", "unset", env={**TORCHRUN, "MASTER_PORT": ""}),
     Bad("rank beyond the world", "--dp 4", "RANK", "'9'", "unset RANK", env={**TORCHRUN, "RANK": "9"}),
-    Bad("a run is there already", "--out out", "--out out", "metrics.jsonl", "Choose another directory", OLD_RUN),
+    Bad("a run is there already", "--out out --resume never", "--out out", "holds a run already", "Choose another directory", OLD_RUN),
+    Bad("a run that left its export only", "--out out", "--out out", "left no checkpoint to go on from", "Choose another directory", OLD_EXPORT),
+    Bad("negative steps between saves", "--save-every -1", "--save-every is -1", "0 or more", "--help says what 0 means"),
+    Bad("minutes that are none", "--save-minutes nan", "--save-minutes is nan", "finite", "Use 0 for none"),
+    Bad("negative number to keep", "--keep -1", "--keep is -1", "0 or more", "--help says what 0 means"),
+    Bad("negative milestones", "--keep-every -5", "--keep-every is -5", "0 or more", "--help says what 0 means"),
+    Bad("unknown choice after a failed save", "--on-save-error retry", "--on-save-error", "retry", "warn"),
+    Bad("elastic without restarts", "--elastic", "--elastic", "--max-restarts is 0", "Give --max-restarts, as in 10"),
+    Bad("change of no such setting", "--allow-change stepz", "--allow-change stepz", "no setting of that name", "did you mean steps?"),
+    Bad("change of what may change anyway", "--allow-change micro-batch", "--allow-change micro-batch", "no setting of that name", "They are model"),
+    Bad("resume from nowhere", "--resume nowhere", "--resume nowhere", "no such directory", "Give auto, never, a checkpoint, or"),
+    Bad("resume from a file", "--resume notes", "--resume notes", "no such directory", "or the directory of a run", {"notes": "mine"}),
+    Bad("resume from an empty directory", "--resume empty", "empty: has no training/manifest.json", "no checkpoint to resume from", "--init-from", {"empty": os.mkdir}),
     Bad("out is a file", "--out notes", "--out notes", "not a directory", "Choose another", {"notes": "mine"}),
     Bad("export over a user's files", "--export mine", "mine", "'notes.txt'", "Choose another path", {"mine/notes.txt": "mine"}),
     Bad("cache that cannot be made", "", "$MESHTRAIN_CACHE", "'a-file", "Name a writable folder", {"a-file": ""}, {"MESHTRAIN_CACHE": "a-file/x"}),
@@ -392,7 +406,48 @@ def bad_weights(
     return Bad(name, f"--init-from model {flags}", thing, value, way_out, {"model": good_model, **spoilt})
 
 
+@functools.cache
+def good_checkpoint_files() -> dict[str, bytes]:
+    """The files of a checkpoint that nothing is wrong with."""
+    torch.manual_seed(0)
+    model = Llama(TINY)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_checkpoint(model, stepped(torch.optim.AdamW, model), Path(folder, "ckpt"), step=3)
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def good_checkpoint(folder: Path) -> None:
+    (folder / "training").mkdir(parents=True)
+    for name, content in good_checkpoint_files().items():
+        (folder / name).write_bytes(content)
+
+
+def bad_checkpoint(
+    name: str, thing: str, value: str, way_out: str, make: Callable[[Path], object] | None = None, training: str = ""
+) -> Bad:
+    """A checkpoint with one file spoilt: that of the weights, or one of training/."""
+    file = f"ckpt/training/{training}" if training else "ckpt/model.safetensors"
+    return Bad(
+        name, "--resume ckpt", thing, value, way_out, {"ckpt": good_checkpoint, **({file: make} if make else {})}
+    )
+
+
+def stepped(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made a step."""
+    optimizer = kind(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def trainee(kind: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    return model, stepped(kind, model)
+
+
 ONE = json.dumps(tensor()).encode()
+ANOTHER = "take another checkpoint"
 FETCH = "fetch or export it again"
 CHECKPOINTS = [
     Bad("no such checkpoint", "--init-from nowhere", "--init-from nowhere", "no such directory", "Give a model directory"),
@@ -426,6 +481,18 @@ CHECKPOINTS = [
     Bad("tool over its source", "meshtrain export model model", "model", "is or holds the source", "choose another directory", {"model": good_model}),
     Bad("call on a file of another kind", lambda: load_pretrained(nn.Linear(1, 1), "a.bin"), "a.bin", "expected a model directory", "give one of these", {"a.bin": b"x"}),
     Bad("layouts of a plain model", lambda: state_of(nn.Linear(1, 1)), "Linear", "parallelize", "first"),
+    Bad("resume from a model", "--resume model", "model: has no training/manifest.json", "no checkpoint to resume from", "use load_pretrained or --init-from", {"model": good_model}),
+    bad_checkpoint("checkpoint that is cut off", "ckpt/model.safetensors: has", "were written", ANOTHER, cut_off),
+    bad_checkpoint("checkpoint without its moments", "ckpt/training/exp_avg.safetensors", "is missing", ANOTHER, Path.unlink, "exp_avg.safetensors"),
+    bad_checkpoint("checkpoint without its state", "ckpt/training/state.json", "is missing", ANOTHER, Path.unlink, "state.json"),
+    bad_checkpoint("checkpoint without its manifest", "ckpt: training/manifest.json", "is missing", ANOTHER, Path.unlink, "manifest.json"),
+    bad_checkpoint("checkpoint whose manifest changed", "ckpt/training/manifest.json", "damaged after it was written", ANOTHER, cut_off, "manifest.json"),
+    bad_checkpoint("checkpoint with a pipe in it", "ckpt/training/state.json", "not a regular file", "copy the data into one", instead(os.mkfifo), "state.json"),
+    bad_checkpoint("checkpoint of another program", "ckpt: does not say which settings its run had", "not written by this program", "Start from its weights with --init-from"),
+    Bad("a step that is none", lambda: save_checkpoint(*trainee(), "out", step=-1), "step is -1", "number of steps made", "0 or more"),
+    Bad("what is no JSON for a checkpoint", lambda: save_checkpoint(*trainee(), "out", step=1, run={"a": math.nan}), "run['a']", "'nan', which is not JSON", "finite numbers"),
+    Bad("optimizer of another model", lambda: save_checkpoint(trainee()[0], trainee()[1], "out", step=1), "a parameter of shape [1, 1]", "does not have", "Build the optimizer on this model"),
+    Bad("moments of another shape", lambda: save_checkpoint(*trainee(torch.optim.Adafactor), "out", step=1), "'eps'", "tuple", "elementwise"),
     Bad("tokenizer of no kind", lambda: save_pretrained(nn.Linear(1, 1), "out", tokenizer=3), "tokenizer", "int", "give a directory with tokenizer files"),
 ]  # fmt: skip
 

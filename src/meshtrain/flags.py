@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from meshtrain.errors import Refused
+
+T = TypeVar("T")
+
+
+def parse(kind: type[T], arguments: Sequence[str], program: str, flags: Collection[str]) -> T:
+    """The settings of a command whose values may stand alone: `kind` is a dataclass, its docstring the help text.
+
+    flags: the names of all its flags, without dashes; one that takes no value has no `--no-` form. Raises Refused for an
+    unknown flag, and ends the program as tyro does for its --help and for values that do not fit.
+    """
+    check_flags(arguments, flags, program, positional=True)
+    import tyro  # here, because its import takes longer than some commands
+
+    description = " ".join((kind.__doc__ or "").split())
+    config = (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(kind, prog=program, args=list(arguments), description=description, config=config)
 
 
 def check_flags(

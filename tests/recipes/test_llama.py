@@ -21,16 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.write_config(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, model: str) -> Path:
     """The directory of a run at 2x2 that has ended well."""
@@ -136,9 +126,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
     assert not (out / "export").exists()
 
 
-def test_ctrl_c_finishes_the_step_exports_and_exits_with_130(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_finishes_the_step_exports_where_nothing_is_saved_and_exits_with_130(model: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "meshtrain.recipes.llama", *tiny.flags(model, out, dp=2, tp=1, steps=100000)]
+    settings = tiny.flags(model, out, dp=2, tp=1, steps=100000, save_minutes=0)
+    command = [sys.executable, "-m", "meshtrain.recipes.llama", *settings]
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
@@ -158,6 +149,7 @@ def test_ctrl_c_finishes_the_step_exports_and_exits_with_130(model: str, tmp_pat
             process.wait()
     assert process.returncode == 130
     assert (out / "export" / "model.safetensors").exists()
+    assert not (out / "checkpoints").exists()
     stopped = int(re.search(r"interrupted after step (\d+) of 100000", shown)[1])  # type: ignore[index]
     assert [line["step"] for line in metrics_of(out)] == list(range(1, stopped + 1))
 

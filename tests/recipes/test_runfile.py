@@ -119,8 +119,9 @@ def test_every_flag_with_one_letter_wrong_gets_the_right_name() -> None:
         (["--dp", "4", "2"], ["'2' stands alone"]),
         (["--loss-parallel", "false"], ["'false' stands alone"]),
         (["--", "x"], ["takes flags only"]),
-        (["--save-every", "10"], ["unknown flag --save-every"]),
-        (["--resume"], ["unknown flag --resume"]),
+        (["--save-every-step", "10"], ["unknown flag --save-every-step", "did you mean --save-every?"]),
+        (["--restart"], ["unknown flag --restart"]),
+        (["--elastic", "true"], ["'true' stands alone"]),
     ],
 )
 def test_what_the_command_line_does_not_know_is_refused(arguments: list[str], words: list[str]) -> None:
@@ -131,7 +132,13 @@ def test_what_the_command_line_does_not_know_is_refused(arguments: list[str], wo
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--dp", "x"], ["--dp", "'x'"]), (["--dtype", "fp8"], ["fp8", "bf16"]), (["--steps"], ["--steps"])],
+    [
+        (["--dp", "x"], ["--dp", "'x'"]),
+        (["--dtype", "fp8"], ["fp8", "bf16"]),
+        (["--steps"], ["--steps"]),
+        (["--resume"], ["--resume"]),
+        (["--on-save-error", "ignore"], ["ignore", "warn"]),
+    ],
 )
 def test_a_bad_value_ends_with_status_2(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
@@ -150,7 +157,7 @@ def test_help_lists_every_flag_once_and_in_groups(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     for name in FIELDS:
         assert f"--{flag_of(name)} " in shown or f"--{flag_of(name)}," in shown
-    for group in ("mesh", "model", "data", "training", "output"):
+    for group in ("mesh", "model", "data", "training", "checkpoint", "output"):
         assert f"{group} options" in shown
 
 

@@ -1,8 +1,10 @@
 """The loop, the files of metrics and the sample of text, on tiny models."""
 
+import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from meshtrain.models.llama_config import LlamaConfig
 from meshtrain.train import loop
 from meshtrain.train.generate import generate
 from meshtrain.train.loop import StopRequest, stop_on_interrupt, train
-from meshtrain.train.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from meshtrain.train.metrics import MetricsFile, StepMetrics, peak_memory_bytes, write_settings
+from meshtrain.train.saving import Saving
 from meshtrain.train.step import loss_in_model
 from tests.ranks import mesh
 
@@ -154,10 +157,112 @@ def test_the_first_interruption_is_noted_and_a_later_second_one_raised(monkeypat
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_metrics_of_two_runs_never_mix(tmp_path: Path) -> None:
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def measured(step: int) -> StepMetrics:
+    return StepMetrics(step, 1.0, 1.0, 1.0, 1, 1.0, 1.0, peak_memory_bytes())
+
+
+def test_each_line_is_handed_over_at_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
-        file.write(StepMetrics(1, 1.0, 1.0, 1.0, 1, 1.0, 1.0, peak_memory_bytes()))
-        assert path.read_text().endswith("}\n")  # at once, not when the file is closed
-    with pytest.raises(FileExistsError):
-        MetricsFile(path)
+        for step in (1, 2):
+            file.write(measured(step))
+            assert path.read_text().endswith("}\n")
+            assert steps_in(path)[-1] == step
+
+
+@pytest.mark.parametrize(("after", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
+@pytest.mark.parametrize("torn", ["", '{"step": 2, "lo', '{"loss": 1.0}\n', "nonsense\n", "[]\n", "\xff\n"])
+def test_a_run_that_goes_on_keeps_the_lines_of_the_steps_before_it(
+    tmp_path: Path, after: int, kept: list[int], torn: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in (1, 2, 3):
+            file.write(measured(step))
+    with open(path, "ab") as raw:
+        raw.write(torn.encode("latin-1"))
+    with MetricsFile(path, after) as file:
+        assert steps_in(path) == kept
+        file.write(measured(after + 1))
+    assert steps_in(path) == [*kept, after + 1]
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_settings_are_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "settings.json"
+    write_settings(path, {"steps": 3}, course={"seed": 1})
+    before = json.loads(path.read_text())
+    assert (before["settings"], before["course"]) == ({"steps": 3}, {"seed": 1})
+    with pytest.raises(TypeError):
+        write_settings(path, {"steps": object()})
+    monkeypatch.setattr(os, "replace", lambda *paths: pytest.fail("killed here"))
+    with pytest.raises(pytest.fail.Exception):
+        write_settings(path, {"steps": 4})
+    assert json.loads(path.read_text()) == before
+
+
+# Saving.
+
+
+class Noted:
+    """A writer that notes the steps that it is to save, and whose third save fails on one rank."""
+
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+        self.broken = False
+
+    @property
+    def failed(self) -> bool:
+        return self.broken
+
+    def reserve(self) -> None:
+        pass
+
+    def save(self, step: int, run: Mapping[str, int]) -> float:
+        self.steps.append((step, run["tokens"]))
+        self.broken = step == 6 and torch.distributed.get_rank() == 1
+        return 0.0
+
+    def wait(self) -> None:
+        pass
+
+    def failure(self) -> Exception | None:
+        found = OSError("full") if self.steps[-1][0] == 6 else None  # the ranks of a save share its failure
+        self.broken = False
+        return found
+
+
+def save_and_go_on(dp: int, tp: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """From step 2 to step 5, asked to stop in step 4; then from step 5 on, until a save fails on one rank."""
+    model, stop, writer, seen = build(dp, tp), StopRequest(), Noted(), []
+    optimizer = adamw(model, lr=1e-3)
+    saving = Saving(writer, lambda step, tokens: {"tokens": tokens}, every=3)
+
+    def report(metrics: StepMetrics) -> None:
+        seen.append((metrics.step, metrics.tokens))
+        if metrics.step == 4 and torch.distributed.get_rank() == 1:
+            stop.at = time.monotonic()
+
+    how = {"learning_rate": lambda step: 1e-3, "loss_sum": loss_in_model, "report": report, "saving": saving}
+    trained = train(model, optimizer, batches, steps=20, stop=stop, done=2, seen=100, **how)
+    assert (trained.steps, trained.stopped) == (5, True)
+    with pytest.raises(OSError, match="full"):
+        train(model, optimizer, batches, steps=20, done=5, seen=seen[-1][1], **how)
+    return writer.steps, seen
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_the_loop_goes_on_saves_also_when_it_stops_and_ends_everywhere_when_a_save_fails(
+    ranks, dp: int, tp: int
+) -> None:
+    first, second = ranks(2).run(save_and_go_on, dp, tp)
+    assert first == second
+    saved, seen = first
+    size = 16 * dp
+    assert seen == [(step, 100 + size * (step - 2)) for step in (3, 4, 5, 6, 7)]
+    assert saved == [(step, 100 + size * (step - 2)) for step in (3, 5, 6)]

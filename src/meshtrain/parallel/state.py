@@ -81,7 +81,7 @@ def shard_of(parameter: nn.Parameter, layout: ParamLayout) -> Tensor:
     shard = local_tensor(parameter).detach()
     if shard.is_meta:
         raise ContractError(
-            f"'{layout.name}' has no values yet: call initialise(model, seed=...) or load_pretrained(model, path)"
+            f"'{layout.name}' has no values yet: call initialise(model, seed=...) or load_pretrained(model, path), or before load_checkpoint allocate(model)"
         )
     return shard
 

@@ -91,6 +91,7 @@ def train_on_rank(run: Run) -> None:
         introduce,
         recording,
         show_sample,
+        sole_user,
         summarise,
         what_next,
     )
@@ -117,7 +118,7 @@ def train_on_rank(run: Run) -> None:
         activation_checkpointing=chosen.activation_checkpoint == "full",
         seed=training.seed,
     )
-    with stop_on_interrupt() as stop:
+    with sole_user(out), stop_on_interrupt() as stop:
         optimizer, start = begin(
             run, model, out, tokens, console, lambda: adamw(model, lr=training.lr, weight_decay=training.weight_decay)
         )
@@ -159,8 +160,9 @@ def train_on_rank(run: Run) -> None:
                 done=start.step,
                 seen=start.tokens,
             )
-        summarise(console, trained, training.steps, checkpoint=saving is not None)
-        if trained.stopped and saving is not None:
+        saved = saving is not None and not saving.lost
+        summarise(console, trained, training.steps, checkpoint=saved)
+        if trained.stopped and saved:
             what_next(console, run, out, None)
             raise KeyboardInterrupt
         save_pretrained(

@@ -98,14 +98,12 @@ def introduce(console: RunConsole, run: Run, dataset: TokenDataset, out: Path) -
 def recording(run: Run, console: RunConsole, out: Path, done: int) -> Iterator[Callable[[StepMetrics], None] | None]:
     """On the first rank: make the files of the run in `out`, and give the function that records and shows a step.
 
-    done: steps made before. Their lines in metrics.jsonl stay. Nobody else can record there meanwhile.
+    done: steps made before. Their lines in metrics.jsonl stay.
     """
     if dist.get_rank() != 0:
         yield None
         return
-    out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(sole_user(out))
         metrics = stack.enter_context(MetricsFile(out / METRICS, done))
         _write_settings(run, out)
         view = stack.enter_context(console.steps(run.settings.training.steps))
@@ -135,9 +133,16 @@ def recording(run: Run, console: RunConsole, out: Path, done: int) -> Iterator[C
 
 @contextmanager
 def sole_user(out: Path) -> Iterator[None]:
-    """Hold the run's directory, until the block or the process ends. Raises Refused where another process holds it."""
+    """On the first rank: make the run's directory and hold it, until the block or the process ends.
+
+    Raises Refused where another process holds it.
+    """
     import fcntl  # absent on Windows
 
+    if dist.get_rank() != 0:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
     with open(out / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

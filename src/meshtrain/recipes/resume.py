@@ -165,21 +165,16 @@ def resume(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimize
     return Start()
 
 
-def will_resume(settings: Settings, out: Path) -> bool:
-    """Whether there is a checkpoint to load. Collective: all ranks go by what the first one sees."""
-    named = settings.checkpoint.resume
-    return bool(gather_values(named not in WORDS or bool(checkpoints_in(out / CHECKPOINTS)))[0])
-
-
 def _newest_for_all(named: str, out: Path, before: int | None, skipped: list[str]) -> tuple[Path, int] | None:
     """The path and step that rank 0 chooses, so that no two ranks go on from different ones."""
     choice: tuple[str, int] | None = None
     why: list[str] = []
     if torch.distributed.get_rank() == 0:
-        found, passed = newest_complete(out / CHECKPOINTS, before)
         # What this run has saved since goes before what it began with, also when its ranks are started again.
-        if found is None and not passed and not checkpoints_in(out / CHECKPOINTS) and named not in WORDS:
+        if named not in WORDS and not checkpoints_in(out / CHECKPOINTS):
             found, passed = _newest_of(named, before)
+        else:
+            found, passed = newest_complete(out / CHECKPOINTS, before)
         choice = (str(found.path), found.step) if found is not None else None
         why = [text for _, text in passed]
     choice, why = gather_values((choice, why))[0]

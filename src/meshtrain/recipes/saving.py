@@ -16,7 +16,7 @@ from meshtrain import initialise, load_pretrained
 from meshtrain.data import open_tokens
 from meshtrain.parallel.materialise import allocate
 from meshtrain.recipes.prepare import Run
-from meshtrain.recipes.resume import Start, check_course, course, resume, will_resume
+from meshtrain.recipes.resume import Start, check_course, course, resume
 from meshtrain.recipes.settings import Settings
 from meshtrain.state.checkpoints import CHECKPOINTS
 from meshtrain.state.saver import Saved, Saver
@@ -34,24 +34,22 @@ def begin(
 ) -> tuple[torch.optim.Optimizer, Start]:
     """Give model and optimizer their values: of the newest checkpoint, else of --init-from, else from the seed. Collective."""
     settings = run.settings
-    if not will_resume(settings, out):
-        if settings.model.init_from is not None:
-            load_pretrained(model, settings.model.init_from)
-        else:
-            initialise(model, seed=settings.training.seed)
-        return make_optimizer(), Start()
     allocate(model)
     optimizer = make_optimizer()
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     start = resume(settings, model, optimizer, out)
-    if start.checkpoint is not None:
-        check_course(start.course, course(settings, run.config, _hashes(tokens)), settings, start.checkpoint)
+    if start.checkpoint is None:
+        if settings.model.init_from is not None:
+            load_pretrained(model, settings.model.init_from)
+        else:
+            initialise(model, seed=settings.training.seed)
+        return optimizer, start
+    check_course(start.course, course(settings, run.config, _hashes(tokens)), settings, start.checkpoint)
     for group, given in zip(optimizer.param_groups, options):
         group.update(given)  # as before, but for what --allow-change admits
     for why in start.skipped:
         console.say(f"skipped a checkpoint: {why}", style="bold yellow")
-    if start.checkpoint is not None:
-        console.label("resume", f"after step {start.step} from {start.checkpoint}")
+    console.label("resume", f"after step {start.step} from {start.checkpoint}")
     return optimizer, start
 
 
@@ -104,9 +102,6 @@ def saving_of(
         generation_config=dict(run.generation),
         on_saved=saved if dist.get_rank() == 0 else None,
     ) as saver:
-        saver.last_step = (
-            start.step if start.checkpoint is not None and start.checkpoint.parent == saver.folder else None
-        )
         saving = Saving(
             saver,
             record,

@@ -74,13 +74,12 @@ def save_checkpoint(
     Raises ContractError for an optimizer of another model, for states that a checkpoint cannot hold, or when not every
     rank calls it; MeshtrainError on every rank, naming rank and cause, when one fails to write.
     """
-    content = take(model, optimizer, step, run)
+    content = take(model, optimizer, step, run, generation_config)
     return write_checkpoint(
         content,
         path,
         content.held.team,
         tokenizer=tokenizer,
-        generation_config=generation_config,
         max_shard_size=max_shard_size,
         join_seconds=join_seconds,
     )
@@ -92,7 +91,6 @@ def write_checkpoint(
     team: Team,
     *,
     tokenizer: Any = None,
-    generation_config: Any = None,
     max_shard_size: int | str = "5GB",
     join_seconds: float = JOIN_SECONDS,
     staging: Staging | None = None,
@@ -107,7 +105,7 @@ def write_checkpoint(
 
     def prepare() -> None:
         nonlocal planned
-        planned = plan_parts(content, max_shard_size, generation_config)
+        planned = plan_parts(content, max_shard_size)
 
     team.agree(attempt(prepare))
     assert planned is not None

@@ -19,7 +19,7 @@ from meshtrain.parallel.layout import ParamLayout
 from meshtrain.parallel.state import ParallelState, find_state
 from meshtrain.state.filemap import parse_size
 from meshtrain.state.generators import own_generators
-from meshtrain.state.held import Held, held_by, model_part
+from meshtrain.state.held import Description, Held, describe, held_by, model_part
 from meshtrain.state.moments import Named, OptimizerState, capture
 from meshtrain.state.specs import TensorSpec, canonical, layouts_of_plain
 from meshtrain.state.strict_json import shown
@@ -35,8 +35,7 @@ class Content:
     """What this rank brings to a checkpoint."""
 
     step: int
-    model: nn.Module
-    """For its config only, once copied."""
+    model: Description
     held: Held
     optimizer: OptimizerState
     generators: Mapping[str, bytes]
@@ -65,7 +64,11 @@ class Content:
 
 
 def take(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, run: Mapping[str, Any] | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    run: Mapping[str, Any] | None = None,
+    generation_config: Any = None,
 ) -> Content:
     """What a checkpoint after `step` steps consists of on this rank. The tensors are the live ones, not copies.
 
@@ -76,7 +79,7 @@ def take(
     held = held_by(model)
     return Content(
         step,
-        model,
+        describe(held, model, generation_config),
         held,
         capture(optimizer, named_parameters(model)),
         own_generators(),
@@ -94,13 +97,11 @@ def named_parameters(model: nn.Module) -> Named:
     return [(layout, by_name[layout.name]) for layout in layouts_of_plain(model)]
 
 
-def plan_parts(
-    content: Content, max_shard_size: int | str, generation_config: Any
-) -> tuple[list[Part], dict[str, bytes]]:
+def plan_parts(content: Content, max_shard_size: int | str) -> tuple[list[Part], dict[str, bytes]]:
     """The files that the content becomes, and those beside them but the tokenizer's; the same on every rank."""
     parse_size(max_shard_size)
     held = content.held
-    model, texts = model_part(held, content.model, None, max_shard_size, generation_config)
+    model, texts = model_part(held, content.model, None, max_shard_size)
     parts = [model]
     layouts = {layout.name: layout for layout in held.layouts}
     for kind, tensors in sorted(content.optimizer.moments.items()):
@@ -135,12 +136,16 @@ def moment_specs(kind: str, dtypes: Mapping[str, torch.dtype], layouts: Mapping[
 
 def _as_json(run: Mapping[str, Any]) -> dict[str, Any]:
     """A copy, as it will be read: what the caller changes later is not in it."""
-    try:
-        return dict(json.loads(json.dumps(dict(run), allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise ContractError(
-            f"run={shown(repr(run))} is not JSON ({error}): give objects, lists, strings, finite numbers, true, false and null"
-        ) from error
+    result: dict[str, Any] = {}
+    for name, value in run.items():
+        try:
+            result.update(json.loads(json.dumps({name: value}, allow_nan=False)))
+        except (TypeError, ValueError) as error:
+            raise ContractError(
+                f"run[{name!r}] is {shown(repr(value))}, which is not JSON ({error}): give objects, lists, strings, finite numbers, "
+                "true, false and null"
+            ) from error
+    return result
 
 
 def _parallel(model: nn.Module) -> dict[str, Any]:

@@ -158,7 +158,7 @@ _AGAIN = "fetch or export it again"
 _METADATA = "__metadata__"
 _NAME_LIMIT = 4096
 _ENTRY_LIMIT = 8192
-_METADATA_LIMIT = 100_000
+_METADATA_LIMIT = 10_000
 
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18})"
 # An entry as every writer writes it. One in another order or spelling is read as any other JSON.
@@ -226,7 +226,8 @@ def _check_metadata(scanner: Scanner, path: Path) -> None:
         raise bad
     scanner.position -= 1
     for name in scanner.members(_NAME_LIMIT):
-        if not scanner.have(b'"') or name in names or len(names) >= _METADATA_LIMIT:
+        whole = not any("\ud800" <= character <= "\udfff" for character in name)
+        if not scanner.have(b'"') or not whole or name in names or len(names) >= _METADATA_LIMIT:
             raise bad
         scanner.position -= 1
         names.add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from meshtrain.errors import ContractError
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
 from meshtrain.parallel.state import state_of
 from meshtrain.state.hf_files import hf_config, hf_generation_config, main_dtype, settle_keys, with_dtype
-from meshtrain.state.specs import canonical, layouts_of_plain, persistent_buffers, specs_of
+from meshtrain.state.specs import TensorSpec, canonical, layouts_of_plain, persistent_buffers, specs_of
 from meshtrain.state.team import Team
 from meshtrain.state.writer import Part, SavePlan, check_shards, json_bytes, plan_save
 
@@ -75,22 +76,34 @@ def _whole(name: str, buffer: Tensor) -> Tensor:
     return buffer.to_local().detach()
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a model is besides its values: as it was when asked, whatever becomes of the model since."""
+
+    specs: Sequence[TensorSpec]
+    config: dict[str, Any] | None
+    """The content of config.json, but for the dtype."""
+    generation: dict[str, Any] | None
+    """The content of generation_config.json."""
+
+
+def describe(held: Held, model: nn.Module, generation_config: Any) -> Description:
+    """What this model is. Raises ContractError for a config that JSON cannot hold."""
+    specs, config = settle_keys(specs_of(held.layouts, held.buffers), hf_config(model), model)
+    return Description(specs, copy.deepcopy(config), copy.deepcopy(hf_generation_config(model, generation_config)))
+
+
 def model_part(
-    held: Held,
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    generation_config: Any,
+    held: Held, model: Description, dtype: torch.dtype | None, max_shard_size: int | str
 ) -> tuple[Part, dict[str, bytes]]:
     """The tensors of a model as they will be written, and config.json and generation_config.json. Raises ContractError."""
-    specs, config = settle_keys(specs_of(held.layouts, held.buffers), hf_config(model), model)
-    check_shards(specs, held.shards, held.coordinate)
-    plan = plan_save(specs, dtype, max_shard_size)
+    check_shards(model.specs, held.shards, held.coordinate)
+    plan = plan_save(model.specs, dtype, max_shard_size)
     texts: dict[str, bytes] = {}
-    if config is not None:
-        texts["config.json"] = json_bytes(with_dtype(config, _written(plan)))
-    if (generation := hf_generation_config(model, generation_config)) is not None:
-        texts["generation_config.json"] = json_bytes(generation)
+    if model.config is not None:
+        texts["config.json"] = json_bytes(with_dtype(model.config, _written(plan)))
+    if model.generation is not None:
+        texts["generation_config.json"] = json_bytes(model.generation)
     return Part(plan, held.shards), texts
 
 

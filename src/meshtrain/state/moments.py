@@ -67,9 +67,12 @@ def capture(optimizer: torch.optim.Optimizer, named: Named) -> OptimizerState:
     return found
 
 
-def restore(optimizer: torch.optim.Optimizer, named: Named, record: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+def restore(
+    optimizer: torch.optim.Optimizer, named: Named, record: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, dict[str, Tensor]]:
     """Give the optimizer the state that a record describes; return its moments' local tensors, to be filled.
 
+    dtypes: those that the parameters had. A moment that had the dtype of its parameter has it again, whatever it is now.
     The state that it had is dropped. Options of the groups are restored too (the learning rate among them).
 
     Raises Refused when the record is of another kind of optimizer, or of other groups of parameters.
@@ -96,7 +99,9 @@ def restore(optimizer: torch.optim.Optimizer, named: Named, record: Mapping[str,
                     raise Refused(
                         f"the checkpoint has {shown(kind)} of {shown(name)}, which no group of its optimizer holds"
                     )
-                value = torch.zeros_like(parameters[name].detach(), dtype=getattr(torch, dtype))
+                parameter, kept = parameters[name].detach(), getattr(torch, dtype)
+                kept = parameter.dtype if kept == dtypes.get(name) else kept
+                value = torch.zeros_like(parameter, dtype=kept)
                 optimizer.state[parameters[name]][kind] = value
                 moments.setdefault(kind, {})[name] = local_of(value)
     for kind, held in record["numbers"].items():
@@ -186,7 +191,10 @@ def _plain(name: str, value: Any) -> Any:
         return [_finite(f"option {name!r}", item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return _finite(f"option {name!r}", value)
-    raise ContractError(f"option {name!r} of the optimizer is a {type(value).__name__}, which a checkpoint cannot hold")
+    raise ContractError(
+        f"option {name!r} of the optimizer is a {type(value).__name__}, which a checkpoint cannot hold: it takes numbers, texts "
+        "and lists of numbers. Use an elementwise optimizer such as adamw(model, lr=...)"
+    )
 
 
 def _finite(what: str, value: Any) -> Any:

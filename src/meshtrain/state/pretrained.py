@@ -16,7 +16,7 @@ from meshtrain.parallel.materialise import allocate
 from meshtrain.state.dtypes import parse_dtype
 from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained
-from meshtrain.state.held import Held, held_by, model_part
+from meshtrain.state.held import Held, describe, held_by, model_part
 from meshtrain.state.hf_files import write_tokenizer
 from meshtrain.state.placing import relay_to_first, write_own
 from meshtrain.state.publish import write_file
@@ -64,7 +64,7 @@ def save_pretrained(
 
     def prepare() -> None:
         nonlocal found
-        found = model_part(held, model, wanted, max_shard_size, generation_config)
+        found = model_part(held, describe(held, model, generation_config), wanted, max_shard_size)
 
     held.team.agree(attempt(prepare))
     assert found is not None

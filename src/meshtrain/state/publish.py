@@ -83,9 +83,9 @@ def temporary_directory(target: Path) -> Iterator[Path]:
     temporary = target.parent / f".{target.name}.tmp-{secrets.token_hex(8)}"
     try:
         temporary.mkdir()
-        yield temporary
         for folder in made:
             fsync_directory(folder.parent)
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if not os.path.lexists(target):

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from meshtrain.errors import Damaged
-from meshtrain.parallel.materialise import allocate
 from meshtrain.parallel.state import find_state
 from meshtrain.state.checkpoint import OTHER, Checkpoint, inspect_checkpoint
 from meshtrain.state.content import STATE, moment_specs, named_parameters
@@ -28,7 +27,7 @@ from meshtrain.state.specs import TensorSpec, check_against, specs_of
 from meshtrain.state.strict_json import shown
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS
-from meshtrain.state.transfer import Staging
+from meshtrain.state.transfer import Staging, torch_dtype
 from meshtrain.state.writer import attempt, check_shards
 
 _MOMENT = re.compile(r"training/(\w+?)(-\d{5}-of-\d{5})?\.safetensors")
@@ -44,13 +43,12 @@ def load_checkpoint(
     """Bring model, optimizer and generators to where they were when the checkpoint was written. Collective.
 
     Any mesh will do. Every rank reads its own bytes, and together they check the checksum of every tensor while they
-    read. Parameters on the meta device are allocated first; the optimizer must hold this model's parameters in the same
-    groups. Generators are restored where there are as many ranks as before, and else seeded anew from the old ones.
+    read. Parameters on the meta device need memory first: `allocate(model)`, before the optimizer is made. The optimizer
+    must hold this model's parameters in the same groups. Generators are restored where there are as many ranks as before, and else seeded anew from the old ones.
 
     Raises Damaged when a file is not what was written (model and optimizer may then be partly filled: load another one,
     or stop), Refused when the checkpoint does not fit the model or the optimizer.
     """
-    allocate(model)
     held = held_by(model)
     team = held.team
     team.join("load_checkpoint", join_seconds)
@@ -69,7 +67,8 @@ def load_checkpoint(
         found.append((specs, sources, dict(held.shards)))
         stored = _moment_entries(checkpoint)
         layouts = {layout.name: layout for layout in held.layouts}
-        for kind, tensors in restore(optimizer, named_parameters(model), checkpoint.state["optimizer"]).items():
+        dtypes = {name: torch_dtype(places[0]) for name, places in sources.items()}
+        for kind, tensors in restore(optimizer, named_parameters(model), checkpoint.state["optimizer"], dtypes).items():
             specs = moment_specs(kind, {name: tensor.dtype for name, tensor in tensors.items()}, layouts)
             check_shards(specs, tensors, held.coordinate)
             found.append((specs, _sources_of(checkpoint, kind, specs, stored.get(kind, {})), tensors))

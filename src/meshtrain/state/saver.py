@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshtrain.errors import ContractError, MeshtrainError
+from meshtrain.mesh import group_timeout
+from meshtrain.parallel.state import find_state
 from meshtrain.state.checkpoint import write_checkpoint
 from meshtrain.state.checkpoints import check_folder, move_latest, name_of, prune, sweep
 from meshtrain.state.content import Content, take
@@ -32,6 +34,7 @@ from meshtrain.state.team import JOIN_SECONDS, Team
 from meshtrain.state.transfer import Staging
 
 _NICENESS = 10
+_LAST_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -80,22 +83,25 @@ class Saver:
         parse_size(max_shard_size)
         self.folder = Path(os.path.abspath(folder))
         check_folder(self.folder)
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._generation = model, optimizer, generation_config
         self._keep, self._milestone = keep, milestone
         self._how = {
-            "tokenizer": tokenizer, "generation_config": generation_config, "max_shard_size": max_shard_size,
-            "join_seconds": join_seconds,
+            "tokenizer": tokenizer, "max_shard_size": max_shard_size, "join_seconds": join_seconds,
         }  # fmt: skip
         self._on_saved = on_saved
         self._background = background
-        self._group = _own_group()
+        state = find_state(model)
+        if state is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ContractError(
+                f"this {type(model).__name__} was not parallelized, but there are {dist.get_world_size()} ranks, which would "
+                "all write the whole of it. Call parallelize(model, mesh, plan) first, or save from one process"
+            )
+        self._group = _own_group() if state is not None and state.sizes.world > 1 else None
         self._team = Team(self._group)
         self._snapshot, self._staging = Snapshot(), Staging()
         self._job: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._saved: Saved | None = None
-        self.last_step: int | None = None
-        """Of the newest save that was begun, or of the checkpoint that the run resumed from."""
         if self._team.rank == 0:
             sweep(self.folder)
 
@@ -125,14 +131,15 @@ class Saver:
         Waits for the save before it, copies this rank's shards to host memory, and writes the copy in the background. A
         failure is kept for `failure()`; the checkpoints before it stay as they are. run: see `save_checkpoint`.
 
-        Raises ContractError at once for a state that a checkpoint cannot hold.
+        Raises ContractError at once for a state that a checkpoint cannot hold; without a background, SaveFailed.
         """
         self.wait()
         start = time.monotonic()
-        content = take(self._model, self._optimizer, step, run)
-        self.last_step = step
+        content = take(self._model, self._optimizer, step, run, self._generation)
         if not self._background:
             self._write(content, start, None)
+            if (error := self.failure()) is not None:
+                raise error
             return time.monotonic() - start
         content = self._snapshot.copy(content)
         stall = time.monotonic() - start
@@ -158,11 +165,13 @@ class Saver:
         return error
 
     def close(self) -> None:
-        """Wait for the save that is under way, and give back the process group. Failures stay for `failure()`."""
+        """Wait for the save that is under way, and give back the process group. Raises a failure that nobody has asked for."""
         self.wait()
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        if (error := self.failure()) is not None:
+            raise error
 
     def __enter__(self) -> Saver:
         return self
@@ -172,6 +181,8 @@ class Saver:
     ) -> None:
         if kind is None:
             self.close()
+        elif issubclass(kind, Exception) and self._job is not None:
+            self._job.join(_LAST_WAIT_S)  # what went wrong in training is no reason to lose the save before
 
     def _work(self, content: Content, start: float, stall: float) -> None:
         if sys.platform == "linux":
@@ -200,21 +211,16 @@ class Saver:
             )  # fmt: skip
             seconds = time.monotonic() - start
             self._saved = Saved(path, content.step, seconds if stall is None else stall, seconds, tuple(removed))
-            if self._on_saved is not None:
-                self._on_saved(self._saved)
         except BaseException as error:
             if stall is None and not isinstance(error, Exception):
                 raise  # Ctrl-C in the caller's own thread is no failure of the save
             self._failure = error
+            return
+        if self._on_saved is not None:
+            with suppress(OSError):  # nobody listens any more (a closed stdout), but the checkpoint is there
+                self._on_saved(self._saved)
 
 
-def _own_group() -> dist.ProcessGroup | None:
+def _own_group() -> dist.ProcessGroup:
     """A gloo group of all ranks for the exchanges of the background, with the time-out of the default one."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    from torch.distributed.distributed_c10d import _get_default_group
-
-    timeout = getattr(
-        getattr(_get_default_group()._get_backend(torch.device("cpu")), "options", None), "_timeout", None
-    )
-    return dist.new_group(backend="gloo", timeout=timeout or timedelta(minutes=10))
+    return dist.new_group(backend="gloo", timeout=group_timeout(None) or timedelta(minutes=10))

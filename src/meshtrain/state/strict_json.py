@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from meshtrain.errors import Refused
@@ -86,11 +87,11 @@ class Scanner:
         decode = codecs.getincrementaldecoder("utf-8")().decode
         for start in range(begin, end, _PART):
             part = self.raw[start : min(start + _PART, end)]
-            _parsed(lambda part=part, last=start + _PART >= end: decode(part, last), self.origin, start)
-        for escape in _ESCAPE.finditer(self.raw, begin + 1, end - 1):
-            if escape[1] not in b'"\\/bfnrt' and not escape[2]:
-                self.position = escape.start()
-                raise self._wrong("an escape sequence of JSON")
+            _parsed(partial(decode, part, start + _PART >= end), self.origin, start)
+        whole = _TEXT.match(self.raw, begin + 1, end - 1)
+        if whole is None or whole.end() != end - 1:
+            self.position = whole.end() if whole else begin
+            raise self._wrong("a whole character")
 
     def value(self, limit: int) -> Any:
         """The value at this position; at most `limit` bytes."""
@@ -150,7 +151,11 @@ _PART = 1 << 16
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 # Possessive, so that matching takes linear time and no memory.
 _STRING = re.compile(rb'"[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+"', re.DOTALL)
-_ESCAPE = re.compile(rb"\\(.)(?:(?<=u)([0-9a-fA-F]{4}))?", re.DOTALL)
+# The inside of a string: what is escaped is escaped as JSON does, and halves of surrogate pairs are not alone.
+_TEXT = re.compile(
+    rb'(?:[^\\]++|\\(?:["\\/bfnrt]|u(?:[0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}'
+    rb"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})))*+"
+)
 
 
 def _parsed(parse: Callable[[], Any], origin: str, begin: int = 0) -> Any:

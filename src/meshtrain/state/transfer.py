@@ -7,11 +7,13 @@ gathers a strided shard and converts its dtype in one pass, on any device.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -104,18 +106,12 @@ def write_piece(
     """Write the piece that the buffer holds to its byte intervals; the tensor's data begins at byte
     `start`.
     """
-    size, position = dtype.itemsize, 0
-    for first, count in contiguous_runs(spec.extent, piece.where):
-        end = position + count * size
-        _pwrite(descriptor, staging.bytes[position:end], start + first * size, staging.traffic)
-        position = end
+    _write_runs(descriptor, start, spec, piece.where, dtype.itemsize, staging.bytes, staging.traffic)
 
 
 def sum_piece(spec: TensorSpec, piece: Piece, dtype: torch.dtype, staging: Staging, total: Contribution) -> None:
     """Add the piece that the buffer holds to what this process contributes to the tensor's checksum."""
-    size = dtype.itemsize
-    runs = list(contiguous_runs(spec.extent, piece.where))  # all of one length
-    total.add_rows(staging.bytes, [first * size for first, _ in runs], runs[0][1] * size)
+    _sum_runs(spec, piece.where, dtype.itemsize, staging.bytes, total)
 
 
 def write_shard(
@@ -128,11 +124,8 @@ def write_shard(
     staging: Staging,
 ) -> None:
     """Write what a coordinate holds of one tensor; its data begins at byte `start` of the file."""
-    local = local.detach().reshape(spec.local_shape(*coordinate) or (1,))
-    for block in spec.blocks(*coordinate):
-        for piece in pieces(block, staging.nbytes // dtype.itemsize):
-            stage(spec.name, local[piece.local], dtype, staging)
-            write_piece(descriptor, start, spec, piece, dtype, staging)
+    for where, data in _own_bytes(spec, coordinate, local, dtype, staging):
+        _write_runs(descriptor, start, spec, where, dtype.itemsize, data, staging.traffic)
 
 
 def sum_shard(
@@ -144,11 +137,55 @@ def sum_shard(
     total: Contribution,
 ) -> None:
     """Add what a coordinate holds of one tensor to what it contributes to the tensor's checksum."""
+    for where, data in _own_bytes(spec, coordinate, local, dtype, staging):
+        _sum_runs(spec, where, dtype.itemsize, data, total)
+
+
+def _own_bytes(
+    spec: TensorSpec, coordinate: tuple[int, int], local: Tensor, dtype: torch.dtype, staging: Staging
+) -> Iterator[tuple[tuple[Interval, ...], memoryview]]:
+    """Rectangles of the global tensor that a coordinate holds, with their bytes in the file's dtype: those of the tensor
+    itself where they lie there as they are needed, else through the buffer.
+    """
     local = local.detach().reshape(spec.local_shape(*coordinate) or (1,))
     for block in spec.blocks(*coordinate):
+        held = local[block.of_local()]
+        if held.numel() and held.is_contiguous() and held.dtype == dtype and held.device.type == "cpu":
+            yield block.where, _memory_of(held)
+            continue
         for piece in pieces(block, staging.nbytes // dtype.itemsize):
             stage(spec.name, local[piece.local], dtype, staging)
-            sum_piece(spec, piece, dtype, staging, total)
+            yield piece.where, staging.bytes
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which has to outlive them."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _write_runs(
+    descriptor: int,
+    start: int,
+    spec: TensorSpec,
+    where: tuple[Interval, ...],
+    itemsize: int,
+    data: memoryview,
+    traffic: Traffic,
+) -> None:
+    position = 0
+    for first, count in contiguous_runs(spec.extent, where):
+        end = position + count * itemsize
+        _pwrite(descriptor, data[position:end], start + first * itemsize, traffic)
+        position = end
+
+
+def _sum_runs(
+    spec: TensorSpec, where: tuple[Interval, ...], itemsize: int, data: memoryview, total: Contribution
+) -> None:
+    runs = contiguous_runs(spec.extent, where)  # all of one length
+    first, count = next(runs)
+    offsets = chain([first * itemsize], (start * itemsize for start, _ in runs))
+    total.add_rows(data, offsets, count * itemsize)
 
 
 def read_shard(

@@ -103,7 +103,10 @@ def write_settings(path: Path, settings: Mapping[str, Any], **more: Any) -> None
     """Write settings.json: the settings, versions, and the git revision of the working directory; `more` beside them."""
     content = {"settings": dict(settings), **more, "versions": versions(), "git": git_revision(), "command": sys.argv}
     temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)  # never a half one, which a run that goes on would stumble over
 
 

@@ -33,7 +33,8 @@ class AdamW(torch.optim.Optimizer):
                 f"AdamW(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}): lr, eps and weight_decay must not be "
                 "negative, and both betas lie in [0, 1)"
             )
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        # fused tells whoever restores the state (torch, a checkpoint) that `step` belongs on the parameter's device.
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
 
     def _init_state(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 class Writer(Protocol):
     """What saves: `meshtrain.state.saver.Saver`, or anything alike."""
 
-    last_step: int | None
-
     @property
     def failed(self) -> bool: ...
 
@@ -43,6 +41,12 @@ class Saving:
         self._every, self._minutes, self._on_failure = every, minutes, on_failure
         self._since = time.monotonic()
         self._reserved = False
+        self._lost = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the newest save has failed, and the run has gone on without it. After `settle`, the same on all ranks."""
+        return self._lost
 
     def flags(self) -> tuple[bool, ...]:
         """What this rank tells the others in every step: that it is time to save, and that a save has failed."""
@@ -55,8 +59,9 @@ class Saving:
         if failed:
             self.settle()
         if due or last or (self._every and step % self._every == 0):
-            if self._writer.last_step != step:
-                self._writer.save(step, self._record(step, tokens))
+            self.settle()  # so that the failure of the save before counts before another one begins
+            self._writer.save(step, self._record(step, tokens))
+            self._lost = False
             self._since = time.monotonic()
         elif not self._reserved:
             # In the first step, which pays for all that is made once.
@@ -69,6 +74,7 @@ class Saving:
         error = self._writer.failure()
         if error is None:
             return
+        self._lost = True
         if self._on_failure is None:
             raise error
         self._on_failure(error)

@@ -1,0 +1,1 @@
+"""Models of other programs made into Hugging Face directories: key maps, and readers of their checkpoints."""
