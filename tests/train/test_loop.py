@@ -211,7 +211,6 @@ def test_settings_are_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Mo
 class Noted:
     """A writer that notes the steps that it is to save, and whose third save fails on one rank."""
 
-
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.broken = False
