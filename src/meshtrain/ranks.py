@@ -126,7 +126,9 @@ def is_secondary(error: BaseException) -> bool:
     import torch.distributed as dist
 
     link: BaseException | None = error
-    while link is not None:
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
         if isinstance(link, (dist.DistNetworkError, dist.DistStoreError)):
             return True
         if isinstance(link, RuntimeError) and _SECONDARY.search(str(link)):

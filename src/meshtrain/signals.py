@@ -5,8 +5,10 @@ What the ranks of this host then get is `meshtrain.supervise`; what a loop makes
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # The others come several at a time for one event: a closed terminal sends SIGHUP twice, systemd one after SIGTERM, and
 # Slurm SIGTERM at the limit that its SIGUSR1 announced.
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
+_ONE_EVENT_S = 0.1
 
 
 class Interruptions:
@@ -25,6 +28,7 @@ class Interruptions:
         self.asked = False
         """Whether it is to finish its step, save and end."""
         self._firm = 0
+        self._last = -math.inf
 
     @property
     def insisted(self) -> bool:
@@ -33,7 +37,11 @@ class Interruptions:
 
     def note(self, number: int, frame: object = None) -> bool:
         """Count a signal; return whether it asks for more than those before it. Usable as a signal handler."""
-        self._firm += number in _INSISTING
+        now, before = time.monotonic(), self._last
+        if number in _INSISTING:
+            # `timeout` and torchrun send one to a process and to its group: that is one event.
+            self._firm += now - before > _ONE_EVENT_S
+            self._last = now
         first, self.asked = not self.asked, True
         return first or (number in _INSISTING and self.insisted)
 

@@ -296,5 +296,5 @@ def test_export_corrects_a_config_that_says_tied_for_weights_that_are_not(tmp_pa
         {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()},
         tmp_path / "in/model.safetensors",
     )
-    out = export(tmp_path / "in", tmp_path / "out")
+    out = export(tmp_path / "in", tmp_path / "out", overwrite=True)
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is True

@@ -20,11 +20,13 @@ from meshtrain.state.verify_values import scan
 
 _DTYPES = st.sampled_from(sorted(NAME_OF, key=str))
 _SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+_TAKEN = {"__metadata__", "config", "generation_config", "_tied_weights_keys", "get_output_embeddings"}
+"""Names that mean something: to the format, or as attributes of a model to save_pretrained."""
 _SEGMENTS = st.text(
     st.characters(codec="utf-8", categories=("L", "N", "S", "P", "M"), exclude_characters="./\\"),
     min_size=1,
     max_size=8,
-).filter(lambda name: name.isprintable() and not hasattr(nn.Module(), name) and name != "__metadata__")
+).filter(lambda name: name.isprintable() and not hasattr(nn.Module(), name) and name not in _TAKEN)
 _KEYS = st.lists(_SEGMENTS, min_size=1, max_size=3).map(tuple)
 _STATES = st.dictionaries(_KEYS, st.tuples(_DTYPES, _SHAPES, st.booleans()), max_size=7)
 

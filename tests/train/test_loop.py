@@ -189,7 +189,13 @@ def test_a_run_that_goes_on_keeps_the_lines_of_the_steps_before_it(
         assert steps_in(path) == kept
         file.write(measured(after + 1))
     assert steps_in(path) == [*kept, after + 1]
-    assert os.listdir(tmp_path) == [path.name]
+    others = [name for name in os.listdir(tmp_path) if name != path.name]
+    if after:
+        assert others == []
+    else:  # a run that starts anew puts the record of the one before it aside
+        (aside,) = others
+        assert aside.startswith("metrics.before-")
+        assert (tmp_path / aside).read_bytes().count(b'"grad_norm"') == 3
 
 
 def test_settings_are_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +237,8 @@ class Noted:
         pass
 
     def failure(self) -> Exception | None:
-        found = OSError("full") if self.steps[-1][0] == 6 else None  # the ranks of a save share its failure
+        # The ranks of a save share its failure.
+        found = OSError("full") if self.steps and self.steps[-1][0] == 6 else None
         self.broken = False
         return found
 

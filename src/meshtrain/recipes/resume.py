@@ -20,8 +20,8 @@ from meshtrain.flags import nearest
 from meshtrain.models.llama_config import LlamaConfig
 from meshtrain.parallel.objects import gather_values
 from meshtrain.recipes.settings import Settings
-from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
-from meshtrain.state.checkpoints import CHECKPOINTS, checkpoints_in, newest_complete
+from meshtrain.state.checkpoint import OTHER, Checkpoint, inspect_checkpoint
+from meshtrain.state.checkpoints import CHECKPOINTS, check_folder, checkpoints_in, newest_complete
 from meshtrain.state.folder import read_json
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.train.metrics import METRICS, SETTINGS
@@ -65,7 +65,8 @@ def course(settings: Settings, config: LlamaConfig, data: Mapping[str, str] | No
     known = data or {}
     return {
         **{name: flat[name] for name in KEPT},
-        "model": config.to_hf(),
+        "model": {name: value for name, value in config.to_hf().items() if name not in ("torch_dtype", "dtype")},
+        "init-from": os.path.realpath(flat["init-from"]) if flat["init-from"] is not None else None,
         "warmup": settings.training.warmup_steps,
         "data": known.get("content"),
         "tokenizer": known.get("tokenizer"),
@@ -82,6 +83,8 @@ def check_course(before: Mapping[str, Any], now: Mapping[str, Any], settings: Se
             continue  # not known yet: the ranks look again
         if old == new or name in allowed:
             continue
+        if name == "warmup" and "steps" in allowed and settings.training.warmup is None:
+            continue  # it follows from --steps
         if name == "model":
             ours, theirs = dict(new or {}), dict(old or {})
             key = min(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
@@ -104,7 +107,7 @@ def allowed_changes(settings: Settings) -> set[str]:
     for name in names:
         if name not in KEPT:
             raise Refused(
-                f"--allow-change {name}: no setting of that name is held to what it was{nearest(name, KEPT)} They are "
+                f"--allow-change {name}: no setting of that name is held to what it was{nearest(name, KEPT) or '.'} They are "
                 f"{', '.join(KEPT)}"
             )
     return set(names)
@@ -114,6 +117,7 @@ def find_run(settings: Settings, config: LlamaConfig, out: Path, export: Path) -
     """What --out and --resume hold. Raises Refused for a run that may not, or cannot, be gone on with."""
     allowed_changes(settings)
     named = settings.checkpoint.resume
+    check_folder(out / CHECKPOINTS)
     holds = os.path.lexists(out / METRICS) or bool(checkpoints_in(out / CHECKPOINTS))
     if holds and named == "never":
         raise Refused(
@@ -158,8 +162,13 @@ def resume(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimize
         except Damaged as error:
             skipped.append(str(error))
             continue
-        run = found.run
-        return Start(found.step, int(run["tokens"]), int(run["samples"]), path, dict(run["course"]), tuple(skipped))
+        run, course_then = found.run, found.run.get("course")
+        counts = [run.get(name) for name in ("tokens", "samples")]
+        if not isinstance(course_then, Mapping) or not all(type(count) is int and count >= 0 for count in counts):
+            raise Refused(
+                f"{path}: does not say how far its run had come (run.tokens, run.samples, run.course); {OTHER}"
+            )
+        return Start(found.step, run["tokens"], run["samples"], path, dict(course_then), tuple(skipped))
     if skipped:
         raise Damaged(f"none of {len(skipped)} checkpoint(s) is intact. The newest: {skipped[0]}")
     return Start()

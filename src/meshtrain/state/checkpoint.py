@@ -25,6 +25,7 @@ from meshtrain.state.header import open_regular
 from meshtrain.state.manifest import MANIFEST, FileSums, Manifest, read_manifest
 from meshtrain.state.pretrained import write_parts
 from meshtrain.state.publish import check_target, files_below, write_file
+from meshtrain.state.record import check_record
 from meshtrain.state.strict_json import shown
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS, Team
@@ -105,6 +106,7 @@ def write_checkpoint(
 
     def prepare() -> None:
         nonlocal planned
+        os.fspath(path)
         planned = plan_parts(content, max_shard_size)
 
     team.agree(attempt(prepare))
@@ -149,6 +151,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"{folder / STATE}: is of format {shown(str(state.get('format')))} version {shown(str(state.get('version')))}, not "
             f"{FORMAT!r} version {VERSION}. Resume with the version of meshtrain that wrote it"
         )
+    check_record(state, folder / STATE)
     return Checkpoint(folder, manifest, state)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from meshtrain.errors import Damaged, Refused
 from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.content import STATE
+from meshtrain.state.folder import read_json
 from meshtrain.state.manifest import MANIFEST
 from meshtrain.state.publish import fsync_directory, write_file
 
@@ -51,7 +53,7 @@ def move_latest(folder: Path, name: str) -> None:
 def prune(folder: Path, keep: int | None, milestone: int = 0, protect: int | None = None) -> list[Path]:
     """Remove all but the newest `keep` checkpoints; return the paths of those that went.
 
-    keep: None keeps all. milestone: those at its multiples stay (0: none do). protect: the step of the newest complete
+    keep: None keeps all. milestone: those at its multiples stay (0: none do), and those that were saved as one. protect: the step of the newest complete
     one, which stays whatever else is there, and from which the newest are counted.
     A name disappears before its content, so that no half-removed checkpoint is ever found.
     """
@@ -60,7 +62,7 @@ def prune(folder: Path, keep: int | None, milestone: int = 0, protect: int | Non
     found = [(step, path) for step, path in checkpoints_in(folder) if protect is None or step <= protect]
     removed = []
     for step, path in found[max(1, keep) :]:
-        if milestone and step % milestone == 0:
+        if (milestone and step % milestone == 0) or _is_milestone(path):
             continue
         aside = folder / f".{path.name}.old-{secrets.token_hex(8)}"
         os.rename(path, aside)
@@ -69,6 +71,14 @@ def prune(folder: Path, keep: int | None, milestone: int = 0, protect: int | Non
     if removed:
         fsync_directory(folder)
     return removed
+
+
+def _is_milestone(path: Path) -> bool:
+    """Whether a checkpoint was to stay for good when it was written, whatever is asked for now."""
+    try:
+        return read_json(path / STATE).get("milestone") is True
+    except (OSError, Refused):
+        return False
 
 
 def sweep(folder: Path, removals_only: bool = False) -> None:

@@ -44,6 +44,8 @@ class Content:
     """The plan and its switches, as JSON."""
     run: Mapping[str, Any]
     """What the caller wants back, as JSON."""
+    milestone: bool = False
+    """Whether it is to stay when old checkpoints go."""
 
     def tensors(self) -> list[Tensor]:
         """Every local tensor, in an order that stays the same from one save to the next."""
@@ -76,6 +78,12 @@ def take(
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ContractError(f"step is {step!r}: it must be the number of steps made, 0 or more")
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ContractError(
+                f"'{path}' ({type(module).__name__}) has get_extra_state(), which no model file holds. Keep what it returns in "
+                "a persistent buffer, or hand it over in run="
+            )
     held = held_by(model)
     return Content(
         step,
@@ -113,6 +121,7 @@ def plan_parts(content: Content, max_shard_size: int | str) -> tuple[list[Part],
             "format": FORMAT,
             "version": VERSION,
             "step": content.step,
+            "milestone": content.milestone,
             "optimizer": content.optimizer.record(),
             "mesh": {"dp": held.sizes.dp, "tp": held.sizes.tp},
             "parallel": content.parallel,

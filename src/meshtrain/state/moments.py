@@ -18,7 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.errors import ContractError, Refused
 from meshtrain.parallel.layout import ParamLayout
+from meshtrain.state.dtypes import NAME_OF
 from meshtrain.state.strict_json import shown
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAME_OF}
 
 Named = Iterable[tuple[ParamLayout, nn.Parameter]]
 
@@ -112,8 +115,14 @@ def restore(
                 optimizer.state[parameter][kind] = number
                 continue
             device = local_of(parameter).device if parameter in on_device else torch.device("cpu")
-            optimizer.state[parameter][kind] = torch.tensor(number, dtype=getattr(torch, dtype), device=device)
+            optimizer.state[parameter][kind] = torch.tensor(number, dtype=_DTYPES[dtype], device=device)
     return moments
+
+
+def _dtype_now(stored: str, parameter: torch.dtype) -> torch.dtype:
+    """A moment in full precision follows its parameter's from fp32 to fp64 and back; one in another keeps its own."""
+    dtype = _DTYPES[stored]
+    return parameter if {dtype, parameter} <= {torch.float32, torch.float64} else dtype
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -136,6 +136,7 @@ class Saver:
         self.wait()
         start = time.monotonic()
         content = take(self._model, self._optimizer, step, run, self._generation)
+        content = replace(content, milestone=bool(self._milestone) and step % self._milestone == 0)
         if not self._background:
             self._write(content, start, None)
             if (error := self.failure()) is not None:

@@ -7,8 +7,8 @@ group.
 
 from __future__ import annotations
 
+import time
 import weakref
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -49,19 +49,21 @@ class Team:
         store.set(f"{prefix}/{self.rank}", call)
         if store.add(f"{prefix}/count", 1) == self.size:
             store.set(f"{prefix}/go", "1")
-        try:
-            store.wait([f"{prefix}/go"], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            if not store.check([f"{prefix}/go"]):
+        # Asked again and again rather than waited for: all threads of a process share the connection to the store, and one
+        # that waits there keeps the others from saying that they have come.
+        end, pause = time.monotonic() + seconds, 0.001
+        while not store.check([f"{prefix}/go"]):
+            if time.monotonic() > end:
                 absent = [rank for rank in range(self.size) if not store.check([f"{prefix}/{rank}"])]
                 store.add(f"{prefix}/count", -1)
                 store.delete_key(f"{prefix}/{self.rank}")
                 raise ContractError(
                     f"{call} was called on rank {self.rank}, but after {seconds:g} s not on rank(s) "
-                    f"{', '.join(map(str, absent)) or 'that gave up waiting'} of {self.size}. It is "
-                    f"collective: every rank has "
+                    f"{', '.join(map(str, absent)) or 'that gave up waiting'} of {self.size}. It is collective: every rank has "
                     "to call it, so take it out of any `if rank == 0:`"
-                ) from None
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
         _joined[self.group] = number + 1
         store.delete_key(f"{prefix}/{self.rank}")
         if self.rank == 0 and number:
@@ -74,7 +76,9 @@ class Team:
         if self.size == 1:
             if error is None:
                 return
-            raise error if isinstance(error, MeshtrainError) else MeshtrainError(_cause(error)) from error
+            if isinstance(error, MeshtrainError):
+                raise error
+            raise MeshtrainError(_cause(error)) from error
         message = b"" if error is None else self._encode(error)
         longest = torch.tensor([len(message)], dtype=torch.int64, device=self._device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -69,8 +70,14 @@ class MetricsFile:
 
 
 def rewind(path: Path, after: int) -> None:
-    """Drop the lines of metrics.jsonl that are not of the first `after` steps, or not whole. Nothing is half done when cut."""
+    """Drop the lines of metrics.jsonl that are not of the first `after` steps, or not whole. Nothing is half done when cut.
+
+    What a run that starts anew would drop altogether is kept beside it, as metrics.before-DATE-TIME.jsonl.
+    """
     if not path.exists():
+        return
+    if after == 0 and path.stat().st_size:
+        os.replace(path, path.with_name(f"{path.stem}.before-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
         return
     temporary = path.with_name(f".{path.name}.rewound")
     with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w", encoding="utf-8") as new:
