@@ -411,7 +411,9 @@ def two_saves(folder: Path) -> None:
         run.save(folder / name_of(step))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "without-its-manifest"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", pytest.param("deleted", marks=pytest.mark.slow), "without-its-manifest"]
+)
 def test_case_f12_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(ranks, tmp_path, damage):
     ranks(4).run(two_saves, tmp_path)
     newest = tmp_path / name_of(2)

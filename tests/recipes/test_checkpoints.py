@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from meshtrain.recipes import llama
-from meshtrain.recipes.report import sole_user
+from meshtrain.recipes.report import LOCK
 from tests.recipes import tiny
 from tests.recipes.runs import check_same, checkpoints_of, flags, interrupted, refusal, rows_of, snapshot
 
@@ -91,7 +92,8 @@ def test_two_runs_at_once_do_not_share_a_directory(
     shutil.copytree(whole(), out)
     shutil.rmtree(out / "export")
     before = snapshot(out)
-    with sole_user(out):
+    with open(out / LOCK, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as the run that is at work there does
         message = refusal(flags(model, out), capfd)
     assert "another run is at work there just now" in message
     assert snapshot(out) == before

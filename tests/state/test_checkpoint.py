@@ -124,7 +124,7 @@ def save_on_ranks(dp: int, tp: int, path: Path) -> None:
     run.save(path, max_shard_size=3000)
 
 
-@pytest.mark.parametrize(("dp", "tp"), [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_the_sums_are_right_though_no_rank_held_the_whole(ranks: Any, tmp_path: Path, dp: int, tp: int) -> None:
     ranks(4).run(save_on_ranks, dp, tp, tmp_path / "out")
     check_manifest(tmp_path / "out")
@@ -235,7 +235,10 @@ def refused(dp: int, tp: int, path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "key", "more"),
-    [("model.safetensors", "layers.1.gate_up.weight", 500), ("training/exp_avg_sq.safetensors", "norm.weight", 1)],
+    [
+        pytest.param("model.safetensors", "layers.1.gate_up.weight", 500, marks=pytest.mark.slow),
+        ("training/exp_avg_sq.safetensors", "norm.weight", 1),
+    ],
 )
 def test_damage_that_one_rank_reads_is_told_by_all(ranks: Any, tmp_path: Path, name: str, key: str, more: int) -> None:
     path = tmp_path / "out"

@@ -215,7 +215,13 @@ def seven_steps(folder: Path, keep: int | None, milestone: int) -> list[list[str
 
 
 @pytest.mark.parametrize(
-    ("keep", "milestone", "left"), [(None, 0, range(1, 8)), (2, 0, (6, 7)), (1, 3, (3, 6, 7)), (3, 2, (2, 4, 5, 6, 7))]
+    ("keep", "milestone", "left"),
+    [
+        (None, 0, range(1, 8)),
+        (1, 3, (3, 6, 7)),
+        pytest.param(2, 0, (6, 7), marks=pytest.mark.slow),
+        pytest.param(3, 2, (2, 4, 5, 6, 7), marks=pytest.mark.slow),
+    ],
 )
 def test_old_ones_go_milestones_stay_and_latest_is_the_last(
     ranks: Any, tmp_path: Path, keep: int | None, milestone: int, left: Any

@@ -139,7 +139,7 @@ def sole_user(out: Path) -> Iterator[None]:
     """
     import fcntl  # absent on Windows
 
-    if dist.get_rank() != 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
         yield
         return
     out.mkdir(parents=True, exist_ok=True)
