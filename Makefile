@@ -6,11 +6,11 @@ VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 PIP    := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train test test-all lint types bench clean
+.PHONY: help train test test-slow test-all lint types bench clean
 
 help:
 	@echo "make train     train a small Llama on 8 ranks of this machine (about a minute after the installation)"
-	@echo "make test      the quick tests        make test-all  all tests"
+	@echo "make test      the quick tests        make test-slow the others   make test-all  all tests"
 	@echo "make lint      ruff                   make types     mypy"
 	@echo "make bench     the side-by-side measurements"
 
@@ -19,6 +19,9 @@ train: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(RUN) -m pytest -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(RUN) -m pytest -m slow
 
 test-all: $(VENV)/.dev
 	$(RUN) -m pytest
