@@ -37,6 +37,7 @@ from meshtrain.state.checkpoints import checkpoints_in, newest_complete
 from meshtrain.state.content import named_parameters
 from meshtrain.state.manifest import MANIFEST
 from meshtrain.state.restore import load_checkpoint
+from meshtrain.state.saver import SaveFailed, Saver
 from meshtrain.state.specs import TensorSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -283,3 +284,13 @@ def parser(text: str | None, **defaults: Any) -> argparse.ArgumentParser:
         "--dir", type=Path, default=None, help="where to work; the system's temporary directory by default"
     )
     return result
+
+
+def saved(saver: Saver, step: int, run: dict[str, int]) -> SaveFailed | None:
+    """Save, in the background or not, and wait for it; return what went wrong."""
+    try:
+        saver.save(step, run)
+        saver.wait()
+    except SaveFailed as error:
+        return error
+    return saver.failure()

@@ -37,6 +37,7 @@ from benchmarks.reliability.common import (
     parser,
     plain,
     rest,
+    saved,
     steps,
     sums_differing,
     warm_up,
@@ -85,9 +86,7 @@ def serve(rank: int, pipe: Connection, size: int, folder: Path, width: int, keep
             else:
                 calls = Calls(failing(fault.number, fault.code), reading=True)
         with calls, mock.patch.object(writer, "check_space", (lambda *_: None) if free else writer.check_space):
-            saver.save(step, {"tag": tag})
-            saver.wait()
-        error = saver.failure()
+            error = saved(saver, step, {"tag": tag})
         pipe.send(("" if error is None else str(error), calls.made))
 
 

@@ -39,6 +39,7 @@ from benchmarks.reliability.common import (
     parser,
     plain,
     rest,
+    saved,
     steps,
     warm_up,
 )  # fmt: skip
@@ -196,9 +197,7 @@ def one_control(scene: Scene, way: str) -> str:
 def _save(scene: Scene, step: int, tag: int, background: bool, on_saved: Callable[[Any], None] | None = None) -> None:
     fill(scene.model, scene.optimizer, tag)
     saver = Saver(scene.folder, scene.model, scene.optimizer, keep=KEEP, background=background, on_saved=on_saved)
-    saver.save(step, {"tag": tag})
-    saver.wait()
-    if saver.failed or saver.saved is None:
+    if saved(saver, step, {"tag": tag}) is not None or saver.saved is None:
         os._exit(FAILED)
 
 
@@ -228,9 +227,7 @@ def serve(rank: int, pipe: Connection, size: int, folder: Path) -> None:
                 savers[background] = Saver(folder, model, optimizer, keep=KEEP, background=background, join_seconds=10)
             saver = savers[background]
             fill(model, optimizer, tag)
-            saver.save(step, {"tag": tag})
-            saver.wait()
-            error = saver.failure()
+            error = saved(saver, step, {"tag": tag})
             pipe.send("" if error is None else str(error))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
