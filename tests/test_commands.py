@@ -141,7 +141,7 @@ def test_what_is_mistyped_or_missing_is_refused(
         ["import", "a", "b", "--from", "gguf"],
         ["verify"],
         ["verify", "a", "b"],
-        ["verify", "a", "--full", "--headers"],
+        ["verify", "a", "--json=yes"],
     ],
 )
 def test_values_that_do_not_fit_end_with_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

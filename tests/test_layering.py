@@ -16,6 +16,7 @@ ALLOWED = {
     "state": {"mesh", "parallel", "errors"},
     "data": {"errors"},
     "train": {"parallel", "errors"},
+    "convert": {"state", "models", "parallel", "errors"},
 }
 """Folder -> the parts of meshtrain, besides itself, that it may import."""
 CORE = {"torch", "safetensors", "einops", "tyro", "rich", "meshtrain"}

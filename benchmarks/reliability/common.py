@@ -33,9 +33,10 @@ from meshtrain.parallel import ParallelPlan, column, replicate, row
 from meshtrain.parallel.state import find_state
 from meshtrain.ranks import die_with_parent, is_secondary
 from meshtrain.state.checkpoint import Checkpoint
-from meshtrain.state.checkpoints import checkpoints_in, newest_complete
+from meshtrain.state.checkpoints import newest_complete
 from meshtrain.state.content import named_parameters
 from meshtrain.state.manifest import MANIFEST
+from meshtrain.state.names import checkpoints_in
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.state.saver import SaveFailed, Saver
 from meshtrain.state.specs import TensorSpec

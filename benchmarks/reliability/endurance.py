@@ -24,7 +24,7 @@ from benchmarks.reliability.common import Lost, Tally, differing, fill, parser, 
 from benchmarks.reliability.group import Group, mesh_of, on_mesh
 from benchmarks.reliability.hooks import Calls, failing
 
-from meshtrain.state.checkpoints import name_of
+from meshtrain.state.names import name_of
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.state.saver import Saver
 

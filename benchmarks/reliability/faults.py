@@ -47,7 +47,7 @@ from benchmarks.reliability.group import Group, Hung, mesh_of, on_mesh
 from benchmarks.reliability.hooks import Calls, failing
 
 from meshtrain.state import writer
-from meshtrain.state.checkpoints import name_of
+from meshtrain.state.names import name_of
 from meshtrain.state.saver import Saver
 
 CODES = (errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EINTR, errno.EACCES)

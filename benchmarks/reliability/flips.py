@@ -26,7 +26,8 @@ from benchmarks.reliability.group import Group, mesh_of, on_mesh
 
 from meshtrain.errors import Damaged, MeshtrainError
 from meshtrain.state.checkpoint import inspect_checkpoint, save_checkpoint
-from meshtrain.state.checkpoints import name_of, newest_complete
+from meshtrain.state.checkpoints import newest_complete
+from meshtrain.state.names import name_of
 from meshtrain.state.restore import load_checkpoint
 
 TAG = 41

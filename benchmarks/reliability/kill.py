@@ -25,7 +25,8 @@ import torch.distributed as dist
 from benchmarks.reliability.common import Lost, Tally, check_whole, differing, fill, parser, plain, rest, warm_up
 from benchmarks.reliability.group import Group, Hung, on_mesh
 
-from meshtrain.state.checkpoints import LATEST, name_of, newest_complete
+from meshtrain.state.checkpoints import newest_complete
+from meshtrain.state.names import LATEST, name_of
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.state.saver import Saved, Saver
 

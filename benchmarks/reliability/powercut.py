@@ -48,7 +48,7 @@ from benchmarks.reliability.group import Group, mesh_of, on_mesh
 from benchmarks.reliability.hooks import Calls
 
 from meshtrain.state.checkpoint import save_checkpoint
-from meshtrain.state.checkpoints import name_of
+from meshtrain.state.names import name_of
 from meshtrain.state.saver import Saver
 
 KEEP = 2

@@ -24,7 +24,8 @@ from meshtrain.data import TokenDataset
 from meshtrain.errors import Damaged, Refused
 from meshtrain.parallel import ParallelPlan, column, packed_column, replicate, row
 from meshtrain.state.checkpoint import save_checkpoint
-from meshtrain.state.checkpoints import name_of, newest_complete
+from meshtrain.state.checkpoints import newest_complete
+from meshtrain.state.names import name_of
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.state.saver import SaveFailed, Saver
 from tests.cases.models import (

@@ -17,7 +17,7 @@ from benchmarks.reliability.group import on_mesh
 from meshtrain.errors import MeshtrainError
 from meshtrain.state import publish
 from meshtrain.state.checkpoint import save_checkpoint
-from meshtrain.state.checkpoints import name_of
+from meshtrain.state.names import name_of
 from meshtrain.state.saver import Saver
 from tests.ranks import RankPool
 

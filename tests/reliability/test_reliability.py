@@ -13,7 +13,7 @@ from benchmarks.reliability import common, endurance, faults, flips, kill, power
 from benchmarks.reliability.disk import why_not
 
 from meshtrain.state.checkpoint import save_checkpoint
-from meshtrain.state.checkpoints import name_of
+from meshtrain.state.names import name_of
 
 DISK = pytest.mark.skipif(why_not("ext4") is not None, reason=f"ext4 on a loop device {why_not('ext4')}")
 QUICK = {

@@ -29,7 +29,7 @@ from meshtrain import (
 from meshtrain.models.llama import Llama, parallel_plan
 from meshtrain.models.llama_config import LlamaConfig
 from meshtrain.ranks import is_secondary
-from meshtrain.state.checkpoints import checkpoints_in
+from meshtrain.state.names import checkpoints_in
 from meshtrain.state.record import check_record
 from meshtrain.state.team import Team
 from meshtrain.train.step import loss_in_model

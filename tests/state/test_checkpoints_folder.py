@@ -16,15 +16,8 @@ from torch import nn
 
 from meshtrain.errors import Damaged, Refused
 from meshtrain.state.checkpoint import inspect_checkpoint, save_checkpoint
-from meshtrain.state.checkpoints import (
-    check_folder,
-    checkpoints_in,
-    move_latest,
-    name_of,
-    newest_complete,
-    prune,
-    sweep,
-)
+from meshtrain.state.checkpoints import check_folder, move_latest, newest_complete, prune, sweep
+from meshtrain.state.names import checkpoints_in, name_of
 
 
 def net() -> nn.Linear:

@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import safetensors
@@ -23,7 +24,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from meshtrain.errors import Refused
-from meshtrain.state.checksum import crc32
 from meshtrain.state.folder import inspect_pretrained, read_json
 from meshtrain.state.header import TensorEntry, read_header
 from meshtrain.state.manifest import MANIFEST, FileSums, Manifest, read_manifest

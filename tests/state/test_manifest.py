@@ -7,11 +7,11 @@ import os
 import zlib
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 from meshtrain.errors import Damaged, Refused
-from meshtrain.state.checksum import crc32
 from meshtrain.state.manifest import MANIFEST, FileSums, Manifest, read_manifest, sums_of_tensors
 
 GOOD = Manifest(

@@ -393,7 +393,7 @@ def test_an_impossible_state_is_refused_at_the_call(ranks: Any, tmp_path: Path) 
 
 def careless(folder: Path) -> None:
     run = begun(1, 1)
-    with pytest.raises(ContractError, match="keep is 0: it must be 1 or more"):
+    with pytest.raises(ContractError, match="keep is 0: it must be a whole number, 1 or more"):
         saver_of(run, folder, keep=0)
     with pytest.raises(ContractError, match="milestone is -1"):
         saver_of(run, folder, milestone=-1)

@@ -22,16 +22,14 @@ there is nothing to verify. Changes nothing, and may run while the run goes on."
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    check_flags(arguments, ("headers", "full", "json"), "meshtrain verify", positional=True)
+    check_flags(arguments, ("headers", "json"), "meshtrain verify", positional=True)
     # Not tyro, whose import takes longer than the quick look.
     parser = argparse.ArgumentParser("meshtrain verify", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("path", metavar="PATH", help="what to verify, such as OUT or OUT/checkpoints/step-00000100")
-    depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--full", action="store_true", help="read every byte: checksums, NaN, infinities (the default)")
-    depth.add_argument(
+    parser.add_argument(
         "--headers",
         action="store_true",
-        help="read headers, sizes, index and JSON only: quick, but finds no flipped bit",
+        help="read headers, sizes, index and JSON only: quick, but finds no flipped bit (without it, every byte is read)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     given = parser.parse_args(list(arguments))

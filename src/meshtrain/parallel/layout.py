@@ -81,6 +81,18 @@ class ParamLayout:
     entry: str
     """The plan entry (pattern) that covers it."""
 
+    @classmethod
+    def whole(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        aliases: tuple[str, ...] = (),
+        requires_grad: bool = True,
+    ) -> ParamLayout:
+        """A parameter that nothing cuts: one process holds it."""
+        return cls(name, aliases, shape, dtype, requires_grad, MeshSizes(1, 1), None, (), "whole", "", "")
+
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)

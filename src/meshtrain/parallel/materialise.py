@@ -12,7 +12,7 @@ from ..errors import Refused
 from . import guards
 from .context import local_tensor
 from .init import fill, rules
-from .layout import MeshSizes, ParamLayout
+from .layout import ParamLayout
 from .state import find_state, shard_of
 
 
@@ -28,9 +28,7 @@ def initialise(model: nn.Module, *, seed: int = 0, device: str | torch.device | 
     rule = rules(model)
     if (state := find_state(model)) is None:
         for name, parameter in model.named_parameters():
-            layout = ParamLayout(
-                name, (), tuple(parameter.shape), parameter.dtype, True, MeshSizes(1, 1), None, (), "whole", "", ""
-            )
+            layout = ParamLayout.whole(name, tuple(parameter.shape), parameter.dtype)
             fill(parameter.data, layout, 0, 0, rule(name), seed)
         return model
     dp, tp = state.coordinate

@@ -65,6 +65,13 @@ class ParallelPlan:
         lines = [f"{pattern or _ROOT:<{width}}  {_describe(style)}" for pattern, style in self.styles.items()]
         return "\n".join([*lines, *(f"{unit:<{width}}  FSDP unit" for unit in self.units)])
 
+    def as_json(self) -> dict[str, Any] | str:
+        """The plan for a record of a run: its file form, or where a style has none, what it looks like."""
+        try:
+            return self.to_dict()
+        except Refused:
+            return str(self)
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, as its file holds it."""
         table: dict[str, Any] = {}

@@ -11,6 +11,7 @@ become DTensors on the tp axis, but every style computes on local tensors with e
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple, cast
@@ -82,13 +83,13 @@ class Style(ParallelStyle):
                 setattr(self, argument, value := tuple(value))
             check(self.name, argument, value, rule)
 
+    @abstractmethod
     def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
         """Parameter name, relative to the module -> its cut. Raises Refused where the style cannot apply."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, site: Site) -> Forward:
         """What `site.module` runs instead of its own forward."""
-        raise NotImplementedError
 
     begins_stream = False
     ends_stream = False

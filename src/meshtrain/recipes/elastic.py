@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshtrain.restarts import Restarts
-from meshtrain.state.checkpoints import CHECKPOINTS, checkpoints_in
+from meshtrain.state.names import CHECKPOINTS, checkpoints_in
 
 if TYPE_CHECKING:
     from meshtrain.recipes.prepare import Run

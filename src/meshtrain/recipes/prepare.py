@@ -78,7 +78,7 @@ class Run:
 def prepare(settings: Settings) -> Run:
     """Check the settings together and against all that they name, tokenise the data, and return the run.
 
-    Where torchrun or Slurm started this process, the data is only found, not tokenised: see `tokens_for_all`.
+    Where torchrun or Slurm started this process, the data is only found, not tokenised: see `report.agree`.
 
     Raises Refused.
     """

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +24,7 @@ from meshtrain.parallel.objects import gather_values
 from meshtrain.recipes.prepare import Run, build, tokens_of
 from meshtrain.recipes.resume import course
 from meshtrain.recipes.saving import how_to_resume
-from meshtrain.state.checkpoints import CHECKPOINTS
+from meshtrain.state.names import CHECKPOINTS
 from meshtrain.train.console import RunConsole, count, duration
 from meshtrain.train.generate import generate
 from meshtrain.train.loop import Trained
@@ -162,16 +161,9 @@ def _write_settings(run: Run, out: Path) -> None:
         run.settings.as_json(),
         mesh={"dp": chosen.dp, "tp": chosen.tp, "device": run.device},
         model=run.config.to_hf(),
-        plan=_plan_as_data(run),
+        plan=run.plan.as_json(),
         course=course(run.settings, run.config, None),
     )
-
-
-def _plan_as_data(run: Run) -> dict[str, Any] | str:
-    try:
-        return run.plan.to_dict()
-    except Refused:  # it holds styles that have no file form
-        return str(run.plan)
 
 
 def summarise(console: RunConsole, trained: Trained, steps: int, *, checkpoint: bool) -> None:

@@ -20,9 +20,10 @@ from meshtrain.flags import nearest
 from meshtrain.models.llama_config import LlamaConfig
 from meshtrain.parallel.objects import gather_values
 from meshtrain.recipes.settings import Settings
-from meshtrain.state.checkpoint import OTHER, Checkpoint, inspect_checkpoint
-from meshtrain.state.checkpoints import CHECKPOINTS, check_folder, checkpoints_in, newest_complete
+from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.checkpoints import check_folder, newest_complete
 from meshtrain.state.folder import read_json
+from meshtrain.state.names import CHECKPOINTS, OTHER, checkpoints_in
 from meshtrain.state.restore import load_checkpoint
 from meshtrain.train.metrics import METRICS, SETTINGS
 

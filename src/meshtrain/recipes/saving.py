@@ -18,7 +18,7 @@ from meshtrain.parallel.materialise import allocate
 from meshtrain.recipes.prepare import Run
 from meshtrain.recipes.resume import Start, check_course, course, resume
 from meshtrain.recipes.settings import Settings
-from meshtrain.state.checkpoints import CHECKPOINTS
+from meshtrain.state.names import CHECKPOINTS
 from meshtrain.state.saver import Saved, Saver
 from meshtrain.train.console import RunConsole
 from meshtrain.train.saving import Saving
@@ -78,7 +78,6 @@ def saving_of(
             "schedule": {
                 "kind": training.schedule, "lr": training.lr, "warmup": training.warmup_steps, "steps": training.steps,
             },
-            "loss_scale": None,
             "course": now,
             "settings": run.settings.as_json(),
         }  # fmt: skip

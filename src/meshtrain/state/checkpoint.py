@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,11 @@ import torch
 from torch import nn
 
 from meshtrain.errors import Damaged, Refused
-from meshtrain.state.checksum import crc32
-from meshtrain.state.content import FORMAT, STATE, VERSION, Content, plan_parts, take
+from meshtrain.state.content import Content, plan_parts, take
 from meshtrain.state.folder import inspect_pretrained, read_json
-from meshtrain.state.generators import GENERATORS, generators_file
-from meshtrain.state.header import open_regular
+from meshtrain.state.generators import generators_file
 from meshtrain.state.manifest import MANIFEST, FileSums, Manifest, read_manifest
+from meshtrain.state.names import GENERATORS, OTHER, STATE, STATE_FORMAT, STATE_VERSION
 from meshtrain.state.pretrained import write_parts
 from meshtrain.state.publish import check_target, files_below, write_file
 from meshtrain.state.record import check_record
@@ -30,9 +30,8 @@ from meshtrain.state.strict_json import shown
 from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS, Team
 from meshtrain.state.transfer import Staging
+from meshtrain.state.verify_sums import check_file
 from meshtrain.state.writer import Part, attempt
-
-OTHER = "take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         state = _checked_state(folder, manifest)
     except OSError as error:
         raise Damaged(f"{folder}: cannot be read ({error}); {OTHER}") from error
-    if state.get("format") != FORMAT or state.get("version") != VERSION:
+    if state.get("format") != STATE_FORMAT or state.get("version") != STATE_VERSION:
         raise Refused(
             f"{folder / STATE}: is of format {shown(str(state.get('format')))} version {shown(str(state.get('version')))}, not "
-            f"{FORMAT!r} version {VERSION}. Resume with the version of meshtrain that wrote it"
+            f"{STATE_FORMAT!r} version {STATE_VERSION}. Resume with the version of meshtrain that wrote it"
         )
     check_record(state, folder / STATE)
     return Checkpoint(folder, manifest, state)
@@ -159,7 +158,7 @@ def _checked_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """The content of state.json, when all files are there and what they should be. Raises Damaged."""
     try:
         for name, sums in manifest.files.items():
-            _check_file(folder, name, sums)
+            check_file(folder, name, sums)
         for name in (STATE, GENERATORS):
             if name not in manifest.files:
                 raise Damaged(f"{folder}: {MANIFEST} does not list {name}, which every checkpoint has; {OTHER}")
@@ -177,32 +176,10 @@ def _names_in(folder: Path) -> list[str]:
 
 def _sums_of(path: Path) -> FileSums:
     content = path.read_bytes()
-    return FileSums(len(content), crc32(content))
+    return FileSums(len(content), zlib.crc32(content))
 
 
 def _check_replaceable(target: Path) -> None:
     """Raise Refused for a target that is there and neither a checkpoint, whatever state it is in, nor a model directory."""
     if not any(os.path.lexists(target / name) for name in (STATE, MANIFEST)):
         check_target(target)
-
-
-def _check_file(folder: Path, name: str, sums: FileSums) -> None:
-    """Raise Damaged unless a file has its size, and its header, or without one its whole content, is what was written."""
-    path = folder / name
-    if not os.path.lexists(path):
-        raise Damaged(f"{path}: is missing, though {MANIFEST} lists it; {OTHER}")
-    with open_regular(path) as (descriptor, size):
-        if size != sums.bytes:
-            raise Damaged(f"{path}: has {size} bytes where {sums.bytes} were written; {OTHER}")
-        begin = int.from_bytes(os.pread(descriptor, 8, 0), "little") + 8 if sums.header is not None else size
-        if begin > size:
-            raise Damaged(f"{path}: its header is damaged (it claims {begin} bytes of {size}); {OTHER}")
-        content = b""
-        while len(content) < begin and (more := os.pread(descriptor, begin - len(content), len(content))):
-            content += more
-    expected = sums.header if sums.header is not None else sums.crc32
-    if crc32(content) != expected:
-        what = "its header" if sums.header is not None else "its content"
-        raise Damaged(
-            f"{path}: {what} sums to {crc32(content):08x} where {expected:08x} was written: damaged since; {OTHER}"
-        )

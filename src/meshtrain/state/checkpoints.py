@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from contextlib import suppress
@@ -11,30 +10,10 @@ from pathlib import Path
 
 from meshtrain.errors import Damaged, Refused
 from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
-from meshtrain.state.content import STATE
 from meshtrain.state.folder import read_json
 from meshtrain.state.manifest import MANIFEST
+from meshtrain.state.names import LATEST, LEFT, REMOVED, STATE, checkpoints_in
 from meshtrain.state.publish import fsync_directory, write_file
-
-CHECKPOINTS, LATEST = "checkpoints", "latest"
-_NAME = re.compile(r"step-(\d{8,18})")
-_LEFT = re.compile(r"\.(step-\d{8,18}\.(tmp|old)|latest)-[0-9a-f]{16}")
-_REMOVED = re.compile(r"\.step-\d{8,18}\.old-[0-9a-f]{16}")
-
-
-def name_of(step: int) -> str:
-    """The name of the checkpoint after `step` steps."""
-    return f"step-{step:08}"
-
-
-def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint, newest first. Temporary directories are not among them."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [(int(match[1]), folder / name) for name in names if (match := _NAME.fullmatch(name))]
-    return sorted((step, path) for step, path in found if path.is_dir())[::-1]
 
 
 def move_latest(folder: Path, name: str) -> None:
@@ -86,7 +65,7 @@ def sweep(folder: Path, removals_only: bool = False) -> None:
     this folder. What cannot be removed now stays for the next time."""
     with suppress(OSError):
         for name in os.listdir(folder):
-            if (_REMOVED if removals_only else _LEFT).fullmatch(name):
+            if (REMOVED if removals_only else LEFT).fullmatch(name):
                 path = folder / name
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)

@@ -17,16 +17,6 @@ _ONES = 0xFFFFFFFF
 _ONE = 1 << 31  # the polynomial 1: the highest bit is the lowest power
 
 
-def crc32(data: bytes | bytearray | memoryview) -> int:
-    """zlib's checksum of bytes."""
-    return zlib.crc32(data)
-
-
-def raw(data: bytes | bytearray | memoryview) -> int:
-    """What bytes contribute at the end of a message."""
-    return zlib.crc32(data, _ONES) ^ _ONES
-
-
 def shift(sum_: int, nbytes: int) -> int:
     """What a contribution becomes when `nbytes` follow."""
     return _multiply(_power(nbytes), sum_)

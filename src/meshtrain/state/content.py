@@ -21,13 +21,10 @@ from meshtrain.state.filemap import parse_size
 from meshtrain.state.generators import own_generators
 from meshtrain.state.held import Description, Held, describe, held_by, model_part
 from meshtrain.state.moments import Named, OptimizerState, capture
+from meshtrain.state.names import STATE, STATE_FORMAT, STATE_VERSION, TRAINING
 from meshtrain.state.specs import TensorSpec, canonical, layouts_of_plain
 from meshtrain.state.strict_json import shown
 from meshtrain.state.writer import Part, check_shards, json_bytes, plan_save
-
-TRAINING = "training"
-STATE = f"{TRAINING}/state.json"
-FORMAT, VERSION = "meshtrain training state", 1
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,8 @@ def plan_parts(content: Content, max_shard_size: int | str) -> tuple[list[Part],
         parts.append(Part(plan_save(specs, None, max_shard_size, f"{TRAINING}/{kind}"), tensors))
     texts[STATE] = json_bytes(
         {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": STATE_FORMAT,
+            "version": STATE_VERSION,
             "step": content.step,
             "milestone": content.milestone,
             "optimizer": content.optimizer.record(),
@@ -161,12 +158,8 @@ def _parallel(model: nn.Module) -> dict[str, Any]:
     state: ParallelState | None = find_state(model)
     if state is None:
         return {}
-    try:
-        plan: Any = state.resolved.plan.to_dict()
-    except Refused:  # it holds styles that have no file form
-        plan = str(state.resolved.plan)
     return {
-        "plan": plan,
+        "plan": state.resolved.plan.as_json(),
         "sequence_parallel": state.resolved.sequence_parallel,
         "loss_parallel": state.resolved.loss_parallel,
         "dropout_calls": state.tp.calls,

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from meshtrain.state.header import TensorInfo, make_header, open_regular, read_header
+from meshtrain.state.names import GENERATORS
 from meshtrain.state.team import Team
 
-GENERATORS = "training/generators.safetensors"
 _DEVICES = ("cpu", "cuda")
 
 

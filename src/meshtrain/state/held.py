@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from meshtrain.errors import ContractError
 from meshtrain.parallel.layout import MeshSizes, ParamLayout
 from meshtrain.parallel.state import state_of
-from meshtrain.state.hf_files import hf_config, hf_generation_config, main_dtype, settle_keys, with_dtype
+from meshtrain.state.hf_files import hf_config, hf_generation_config, settle_keys, with_dtype
 from meshtrain.state.specs import TensorSpec, canonical, layouts_of_plain, persistent_buffers, specs_of
 from meshtrain.state.team import Team
-from meshtrain.state.writer import Part, SavePlan, check_shards, json_bytes, plan_save
+from meshtrain.state.writer import Part, check_shards, json_bytes, plan_save
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,7 @@ def model_part(
     plan = plan_save(model.specs, dtype, max_shard_size)
     texts: dict[str, bytes] = {}
     if model.config is not None:
-        texts["config.json"] = json_bytes(with_dtype(model.config, _written(plan)))
+        texts["config.json"] = json_bytes(with_dtype(model.config, plan.main_dtype()))
     if model.generation is not None:
         texts["generation_config.json"] = json_bytes(model.generation)
     return Part(plan, held.shards), texts
-
-
-def _written(plan: SavePlan) -> torch.dtype | None:
-    sizes: dict[torch.dtype, int] = {}
-    for key, spec in plan.specs.items():
-        if spec.layout is not None:
-            sizes[plan.dtypes[key]] = sizes.get(plan.dtypes[key], 0) + spec.layout.numel
-    return main_dtype(sizes)

@@ -105,12 +105,6 @@ def with_tie_flag(config: dict[str, Any], tied: bool) -> dict[str, Any]:
     return result
 
 
-def main_dtype(sizes: dict[torch.dtype, int]) -> torch.dtype | None:
-    """The floating dtype that most elements have; None when there are none."""
-    floating = {dtype: count for dtype, count in sizes.items() if dtype.is_floating_point}
-    return max(floating, key=lambda dtype: floating[dtype]) if floating else None
-
-
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Put a tokenizer's files into a folder.
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import Damaged, Refused
-from meshtrain.state.checksum import combined, crc32
+from meshtrain.state.checksum import combined
 from meshtrain.state.header import open_regular
+from meshtrain.state.names import OTHER
 from meshtrain.state.strict_json import parse_object, shown
 
 MANIFEST = "training/manifest.json"
@@ -52,16 +54,16 @@ class Manifest:
             "files": {name: _as_json(sums) for name, sums in sorted(self.files.items())},
         }
         rest = b" " + json.dumps(content, indent=1, ensure_ascii=False).lstrip("{").encode() + b"\n"
-        return _HEAD + f"{crc32(rest):08x}".encode() + b'",' + rest
+        return _HEAD + f"{zlib.crc32(rest):08x}".encode() + b'",' + rest
 
 
 def sums_of_tensors(head: bytes, tensors: dict[str, tuple[int, int]]) -> FileSums:
     """What is known of a safetensors file, from its head and (checksum, bytes) of each tensor in the order of the bytes."""
-    parts = [(crc32(head), len(head)), *tensors.values()]
+    parts = [(zlib.crc32(head), len(head)), *tensors.values()]
     return FileSums(
         bytes=sum(nbytes for _, nbytes in parts),
         crc32=combined(parts),
-        header=crc32(head),
+        header=zlib.crc32(head),
         tensors={key: checksum for key, (checksum, _) in tensors.items()},
     )
 
@@ -87,11 +89,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         )
     files = content.get("files")
     if not isinstance(files, dict):
-        raise Damaged(f"{path}: field files must map names to what is known of each file; {_AGAIN}")
+        raise Damaged(f"{path}: field files must map names to what is known of each file; {OTHER}")
     return Manifest({name: _from_json(path, name, value) for name, value in files.items()})
-
-
-_AGAIN = "take another checkpoint"
 
 
 def _guarded(path: Path) -> dict[str, Any]:
@@ -99,12 +98,12 @@ def _guarded(path: Path) -> dict[str, Any]:
     raw = _content(path)
     head = len(_HEAD)
     if raw[:head] != _HEAD or raw[head + 8 : head + 10] != b'",' or len(raw) < head + 10:
-        raise Damaged(f"{path}: does not begin with the checksum that every manifest begins with; {_AGAIN}")
-    found = f"{crc32(raw[head + 10 :]):08x}".encode()
+        raise Damaged(f"{path}: does not begin with the checksum that every manifest begins with; {OTHER}")
+    found = f"{zlib.crc32(raw[head + 10 :]):08x}".encode()
     if raw[head : head + 8] != found:
         raise Damaged(
             f"{path}: says {shown(raw[head : head + 8].decode('latin-1'))} of itself but sums to {found.decode()}: it was "
-            f"damaged after it was written; {_AGAIN}"
+            f"damaged after it was written; {OTHER}"
         )
     return parse_object(raw, str(path))
 
@@ -112,7 +111,7 @@ def _guarded(path: Path) -> dict[str, Any]:
 def _content(path: Path) -> bytes:
     with open_regular(path) as (descriptor, size):
         if size > _LIMIT:
-            raise Refused(f"{path}: {size} bytes is above the limit of {_LIMIT} bytes for a manifest; {_AGAIN}")
+            raise Refused(f"{path}: {size} bytes is above the limit of {_LIMIT} bytes for a manifest; {OTHER}")
         raw = b""
         while len(raw) < size and (more := os.pread(descriptor, size - len(raw), len(raw))):
             raw += more
@@ -129,7 +128,7 @@ def _as_json(sums: FileSums) -> dict[str, Any]:
 
 def _from_json(path: Path, name: str, value: Any) -> FileSums:
     def wrong(what: str) -> Damaged:
-        return Damaged(f"{path}: file {shown(name)}: {what}; {_AGAIN}")
+        return Damaged(f"{path}: file {shown(name)}: {what}; {OTHER}")
 
     parts = name.split("/")
     if len(parts) > 2 or parts[:-1] not in ([], ["training"]) or parts[-1] in ("", ".", "..") or not name.isprintable():

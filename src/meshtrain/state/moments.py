@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtrain.errors import ContractError, Refused
+from meshtrain.parallel.context import local_tensor
 from meshtrain.parallel.layout import ParamLayout
 from meshtrain.state.dtypes import NAME_OF
 from meshtrain.state.strict_json import shown
@@ -106,7 +107,7 @@ def restore(
                 kept = parameter.dtype if kept == dtypes.get(name) else kept
                 value = torch.zeros_like(parameter, dtype=kept)
                 optimizer.state[parameters[name]][kind] = value
-                moments.setdefault(kind, {})[name] = local_of(value)
+                moments.setdefault(kind, {})[name] = local_tensor(value)
     for kind, held in record["numbers"].items():
         dtype = record["number_dtypes"].get(kind)
         for name, number in _unfolded(held).items():
@@ -114,7 +115,7 @@ def restore(
             if dtype is None:
                 optimizer.state[parameter][kind] = number
                 continue
-            device = local_of(parameter).device if parameter in on_device else torch.device("cpu")
+            device = local_tensor(parameter).device if parameter in on_device else torch.device("cpu")
             optimizer.state[parameter][kind] = torch.tensor(number, dtype=_DTYPES[dtype], device=device)
     return moments
 
@@ -125,19 +126,13 @@ def _dtype_now(stored: str, parameter: torch.dtype) -> torch.dtype:
     return parameter if {dtype, parameter} <= {torch.float32, torch.float64} else dtype
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    tensor = tensor.detach()
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _sort_in(found: OptimizerState, kind: str, value: Any, parameter: nn.Parameter, layout: ParamLayout) -> None:
     if isinstance(value, Tensor) and value.shape == parameter.shape and not (value.dim() == 0 and kind == "step"):
-        local = local_of(value)
-        if local.shape != local_of(parameter).shape:
+        local = local_tensor(value)
+        if local.shape != local_tensor(parameter).shape:
             raise ContractError(
                 f"{kind} of '{layout.name}' is {list(local.shape)} on this rank where the parameter is "
-                f"{list(local_of(parameter).shape)}: it is not cut as its parameter is. Make it with torch.zeros_like(parameter)"
+                f"{list(local_tensor(parameter).shape)}: it is not cut as its parameter is. Make it with torch.zeros_like(parameter)"
             )
         found.moments.setdefault(kind, {})[layout.name] = local
     elif isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0 and not isinstance(value, DTensor):

@@ -6,7 +6,6 @@ Each rank reads its own part only, and sums it up; one exchange of the sums show
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,14 @@ from torch import nn
 
 from meshtrain.errors import Damaged
 from meshtrain.parallel.state import find_state
-from meshtrain.state.checkpoint import OTHER, Checkpoint, inspect_checkpoint
-from meshtrain.state.content import STATE, moment_specs, named_parameters
+from meshtrain.state.checkpoint import Checkpoint, inspect_checkpoint
+from meshtrain.state.content import moment_specs, named_parameters
 from meshtrain.state.folder import inspect_pretrained
-from meshtrain.state.generators import GENERATORS, restore_generators
+from meshtrain.state.generators import restore_generators
 from meshtrain.state.header import TensorEntry, read_header
 from meshtrain.state.held import held_by
 from meshtrain.state.moments import restore
+from meshtrain.state.names import MOMENT, OTHER, STATE
 from meshtrain.state.reader import Sources, check_copies, digest_of, read_own
 from meshtrain.state.specs import TensorSpec, check_against, specs_of
 from meshtrain.state.strict_json import shown
@@ -29,8 +29,6 @@ from meshtrain.state.sums import Sums
 from meshtrain.state.team import JOIN_SECONDS
 from meshtrain.state.transfer import Staging, torch_dtype
 from meshtrain.state.writer import attempt, check_shards
-
-_MOMENT = re.compile(r"training/(\w+?)(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def load_checkpoint(
@@ -98,7 +96,7 @@ def _moment_entries(checkpoint: Checkpoint) -> dict[str, dict[str, TensorEntry]]
     """Kind of moment -> parameter name -> where it is stored."""
     result: dict[str, dict[str, TensorEntry]] = {}
     for name in checkpoint.manifest.files:
-        if name != GENERATORS and (match := _MOMENT.fullmatch(name)):
+        if match := MOMENT.fullmatch(name):
             result.setdefault(match[1], {}).update(read_header(checkpoint.path / name))
     return result
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from meshtrain.errors import Damaged, Refused
-from meshtrain.parallel.layout import MeshSizes, ParamLayout
+from meshtrain.parallel.layout import ParamLayout
 from meshtrain.state.dtypes import parse_dtype
 from meshtrain.state.filemap import parse_size
 from meshtrain.state.folder import inspect_pretrained, read_json, regular_inside
 from meshtrain.state.header import TensorEntry, open_regular
-from meshtrain.state.hf_files import copy_tokenizer, main_dtype, with_dtype, with_tie_flag
+from meshtrain.state.hf_files import copy_tokenizer, with_dtype, with_tie_flag
 from meshtrain.state.manifest import FileSums, read_manifest
 from meshtrain.state.publish import CONFIG_FILES, TOKENIZER_FILES, check_target, write_file
 from meshtrain.state.specs import TensorSpec
@@ -109,10 +109,6 @@ def write_model(
     there. Raises Refused for a target that must not be replaced, and what `arriving` raises; then nothing is left behind.
     """
     plan = plan_save(specs, dtype, max_shard_size)
-    sizes: dict[torch.dtype, int] = {}
-    for key, spec in plan.specs.items():
-        if spec.layout is not None:
-            sizes[plan.dtypes[key]] = sizes.get(plan.dtypes[key], 0) + spec.layout.numel
 
     def fill(out: Path, shared: bool) -> None:
         outgoing = Staging()
@@ -129,7 +125,7 @@ def write_model(
     def texts_and_more(out: Path) -> None:
         beside(out)
         for name, content in texts.items():
-            content = with_dtype(content, main_dtype(sizes)) if name == "config.json" else content
+            content = with_dtype(content, plan.main_dtype()) if name == "config.json" else content
             write_file(out / name, json_bytes(content))
 
     return write_directory([plan], target, fill, texts_and_more, Team(), check=partial(check_out, overwrite=overwrite))
@@ -137,7 +133,7 @@ def write_model(
 
 def spec_of(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
     """A tensor that nothing cuts."""
-    layout = ParamLayout(key, (), shape, dtype, True, MeshSizes(1, 1), None, (), "whole", "", "")
+    layout = ParamLayout.whole(key, shape, dtype)
     return TensorSpec(key, key, (key,), shape, dtype, layout)
 
 

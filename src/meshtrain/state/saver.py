@@ -26,9 +26,10 @@ from meshtrain.errors import ContractError, MeshtrainError
 from meshtrain.mesh import group_timeout
 from meshtrain.parallel.state import find_state
 from meshtrain.state.checkpoint import write_checkpoint
-from meshtrain.state.checkpoints import check_folder, move_latest, name_of, prune, sweep
+from meshtrain.state.checkpoints import check_folder, move_latest, prune, sweep
 from meshtrain.state.content import Content, take
 from meshtrain.state.filemap import parse_size
+from meshtrain.state.names import name_of
 from meshtrain.state.snapshot import Snapshot
 from meshtrain.state.team import JOIN_SECONDS, Team
 from meshtrain.state.transfer import Staging
@@ -76,10 +77,12 @@ class Saver:
         """keep, milestone: see `checkpoints.prune`. background: False writes within `save`. on_saved: called on this rank when a
         save counts, in the thread that wrote it. Other arguments: see `save_checkpoint`. Collective.
         """
-        if keep is not None and keep < 1:
-            raise ContractError(f"keep is {keep}: it must be 1 or more, or None to keep every checkpoint")
-        if milestone < 0:
-            raise ContractError(f"milestone is {milestone}: it must be 0 (none) or a number of steps")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ContractError(
+                f"keep is {keep!r}: it must be a whole number, 1 or more, or None to keep every checkpoint"
+            )
+        if type(milestone) is not int or milestone < 0:
+            raise ContractError(f"milestone is {milestone!r}: it must be a whole number of steps, or 0 for none")
         parse_size(max_shard_size)
         self.folder = Path(os.path.abspath(folder))
         check_folder(self.folder)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshtrain.errors import Refused
-from meshtrain.parallel.layout import Block, MeshSizes, ParamLayout
+from meshtrain.parallel.layout import Block, ParamLayout
 from meshtrain.state.dtypes import NAME_OF, TORCH_OF
 from meshtrain.state.header import TensorEntry
 from meshtrain.state.strict_json import shown
@@ -91,18 +91,8 @@ def layouts_of_plain(model: nn.Module) -> list[ParamLayout]:
         names.setdefault(id(parameter), []).append(canonical(name))
         parameters[id(parameter)] = parameter
     return [
-        ParamLayout(
-            name=names[key][0],
-            aliases=tuple(names[key][1:]),
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            requires_grad=parameter.requires_grad,
-            sizes=MeshSizes(1, 1),
-            tp_dim=None,
-            parts=(),
-            tp_gradient="whole",
-            unit="",
-            entry="",
+        ParamLayout.whole(
+            names[key][0], tuple(parameter.shape), parameter.dtype, tuple(names[key][1:]), parameter.requires_grad
         )
         for key, parameter in parameters.items()
     ]

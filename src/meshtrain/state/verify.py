@@ -6,19 +6,18 @@ Nothing is changed, and a run may go on meanwhile.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshtrain.errors import Refused
 from meshtrain.state.folder import INDEX, PICKLES
 from meshtrain.state.header import open_regular
+from meshtrain.state.names import CHECKPOINT, CHECKPOINTS, LATEST, LEFT, TRAINING
 from meshtrain.state.strict_json import shown
 from meshtrain.state.verify_findings import Report
-from meshtrain.state.verify_folder import CHECKPOINT, TRAINING, Shapes, names_in, verify_file, verify_folder
+from meshtrain.state.verify_folder import Shapes, names_in, verify_file, verify_folder
 
-CHECKPOINTS, EXPORT, LATEST = "checkpoints", "export", "latest"
-_LEFT = re.compile(r"\.step-\d+\.(?:tmp|old)-[0-9a-f]+")
+EXPORT = "export"
 
 
 def verify(path: str | os.PathLike[str], *, full: bool, shapes: Shapes) -> Iterator[Report]:
@@ -74,7 +73,7 @@ def _verify_list(folder: Path, steps: list[str]) -> Report:
         if named not in steps and named not in _steps(folder):
             report.add("warning", LATEST, f"names {shown(named)}, which is no checkpoint here")
     for name in sorted(os.listdir(folder)):
-        if _LEFT.fullmatch(name):
+        if LEFT.fullmatch(name):
             report.add(
                 "note", name, "is being written or removed, or was left when that was killed; it counts for nothing"
             )

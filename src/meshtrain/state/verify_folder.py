@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,19 +16,16 @@ from meshtrain.errors import Refused
 from meshtrain.state.folder import INDEX, PICKLES, WEIGHTS, problems_of, read_json, regular_inside
 from meshtrain.state.header import HEADER_LIMIT, TensorEntry, open_regular, read_exactly, read_header
 from meshtrain.state.manifest import MANIFEST, FileSums, read_manifest
+from meshtrain.state.names import CHECKPOINT, GENERATORS, MOMENT, STATE, STATE_FORMAT, STATE_VERSION, TRAINING
 from meshtrain.state.publish import TOKENIZER_FILES
 from meshtrain.state.strict_json import shown
 from meshtrain.state.verify_findings import Report
 from meshtrain.state.verify_sums import BUFFER_BYTES, check_file
-from meshtrain.state.verify_tensors import GENERATORS, check_tensors, read_bytes
+from meshtrain.state.verify_tensors import check_tensors, read_bytes
 
 Shapes = Callable[[dict[str, Any], str], Mapping[str, tuple[tuple[int, ...], bool]] | None]
 """Config and its name in messages -> key -> (shape, whether it must be there); None for an architecture that is not known."""
 
-TRAINING, STATE = "training", "training/state.json"
-_STATE_FORMAT = ("meshtrain training state", 1)
-CHECKPOINT = re.compile(r"step-(\d{8,18})")
-_MOMENT = re.compile(r"training/(\w+?)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _SMALL = 16 * BUFFER_BYTES
 _STALE = "rotary_emb.inv_freq"
 """Old Llama checkpoints hold this table, which no model keeps as a parameter."""
@@ -183,7 +179,7 @@ def _check_moments(
 ) -> dict[str, dict[str, TensorEntry]]:
     """Kind of moment -> its tensors, held against their parameters."""
     moments: dict[str, dict[str, TensorEntry]] = {}
-    for kind in sorted({match[1] for name in names if (match := _MOMENT.fullmatch(name)) and name != GENERATORS}):
+    for kind in sorted({match[1] for name in names if (match := MOMENT.fullmatch(name.removesuffix(".index.json")))}):
         moments[kind] = {}
         with report.noting("damaged", TRAINING):
             for problem in problems_of(folder / TRAINING, kind, moments[kind]):
@@ -210,9 +206,9 @@ def _check_state(
         state = read_json(regular_inside(folder, STATE))
     if state is None:
         return
-    if (state.get("format"), state.get("version")) != _STATE_FORMAT:
+    if (state.get("format"), state.get("version")) != (STATE_FORMAT, STATE_VERSION):
         found = f"{shown(str(state.get('format')))} version {shown(str(state.get('version')))}"
-        report.add("wrong", STATE, f"is of format {found} and not {_STATE_FORMAT[0]!r} version {_STATE_FORMAT[1]}")
+        report.add("wrong", STATE, f"is of format {found} and not {STATE_FORMAT!r} version {STATE_VERSION}")
     match, step = CHECKPOINT.fullmatch(folder.name), state.get("step")
     if type(step) is not int or step < 0:
         report.add("wrong", STATE, f"step is {shown(str(step))} and not a number of steps")

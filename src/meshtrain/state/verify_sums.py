@@ -9,27 +9,27 @@ from pathlib import Path
 from meshtrain.errors import Damaged
 from meshtrain.state.header import open_regular
 from meshtrain.state.manifest import MANIFEST, FileSums
+from meshtrain.state.names import OTHER
 
 BUFFER_BYTES = 4 * 2**20
-_OTHER = "take another checkpoint"
 
 
 def check_file(folder: Path, name: str, sums: FileSums) -> None:
     """Raise Damaged unless a file has its size, and its header, or without one its whole content, is what was written."""
     path = folder / name
     if not os.path.lexists(path):
-        raise Damaged(f"{path}: is missing, though {MANIFEST} lists it; {_OTHER}")
+        raise Damaged(f"{path}: is missing, though {MANIFEST} lists it; {OTHER}")
     with open_regular(path) as (descriptor, size):
         if size != sums.bytes:
-            raise Damaged(f"{path}: has {size} bytes where {sums.bytes} were written; {_OTHER}")
+            raise Damaged(f"{path}: has {size} bytes where {sums.bytes} were written; {OTHER}")
         end, expected, what = size, sums.crc32, "its content"
         if sums.header is not None:
             end, expected, what = int.from_bytes(os.pread(descriptor, 8, 0), "little") + 8, sums.header, "its header"
         if end > size:
-            raise Damaged(f"{path}: its header is damaged (it claims {end} bytes of {size}); {_OTHER}")
+            raise Damaged(f"{path}: its header is damaged (it claims {end} bytes of {size}); {OTHER}")
         found = sum_of(descriptor, end)
     if found != expected:
-        raise Damaged(f"{path}: {what} sums to {found:08x} where {expected:08x} was written: damaged since; {_OTHER}")
+        raise Damaged(f"{path}: {what} sums to {found:08x} where {expected:08x} was written: damaged since; {OTHER}")
 
 
 def sum_of(descriptor: int, end: int) -> int:
@@ -43,5 +43,5 @@ def sum_of(descriptor: int, end: int) -> int:
 def wrong_sum(found: int, expected: int | None) -> str:
     """What is to be said of a tensor whose bytes are not those that were written."""
     if expected is None:
-        return f"{MANIFEST} does not list it, so it was put there since; {_OTHER}"
-    return f"sums to {found:08x} where {expected:08x} was written: damaged since; {_OTHER}"
+        return f"{MANIFEST} does not list it, so it was put there since; {OTHER}"
+    return f"sums to {found:08x} where {expected:08x} was written: damaged since; {OTHER}"

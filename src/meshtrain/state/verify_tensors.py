@@ -12,10 +12,9 @@ from meshtrain.state.checksum import combined
 from meshtrain.state.folder import WEIGHTS, regular_inside
 from meshtrain.state.header import TensorEntry, read_header
 from meshtrain.state.manifest import MANIFEST, FileSums
+from meshtrain.state.names import GENERATORS
 from meshtrain.state.verify_findings import Report
 from meshtrain.state.verify_sums import wrong_sum
-
-GENERATORS = "training/generators.safetensors"
 
 
 def check_tensors(

@@ -49,6 +49,14 @@ class SavePlan:
     base: str = "model"
     """What the names of the files begin with."""
 
+    def main_dtype(self) -> torch.dtype | None:
+        """The floating dtype in which most elements of parameters are written; None when there are none."""
+        counts: dict[torch.dtype, int] = {}
+        for key, spec in self.specs.items():
+            if spec.layout is not None and self.dtypes[key].is_floating_point:
+                counts[self.dtypes[key]] = counts.get(self.dtypes[key], 0) + spec.layout.numel
+        return max(counts, key=lambda dtype: counts[dtype]) if counts else None
+
     def nbytes(self, key: str) -> int:
         """Bytes of a tensor in its file."""
         return math.prod(self.specs[key].shape) * self.dtypes[key].itemsize
