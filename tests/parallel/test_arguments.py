@@ -23,6 +23,7 @@ from meshtrain.parallel import (
     resolve,
     sequence,
 )
+from meshtrain.parallel.style import Cut, Forward, Scope, Site
 
 COUNT = "must be a number of heads, 1 to 65536, or the name of the attribute of model.config"
 WRONG: list[tuple[Callable[[Any], Any], str, Any, str]] = [
@@ -76,6 +77,25 @@ class Own(Style):
     """A style of one's own, without a name, and with an argument that is its own business."""
 
     sizes: list[int] = field(default_factory=list)
+
+    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        return {}
+
+    def forward(self, site: Site) -> Forward:
+        return site.original
+
+
+@dataclass
+class Half(Style):
+    """A style that does not say what it runs."""
+
+    def cover(self, module: nn.Module, path: str, scope: Scope) -> dict[str, Cut]:
+        return {}
+
+
+def test_a_style_that_lacks_a_method_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="forward"):
+        Half()  # type: ignore[abstract]
 
 
 def test_a_style_of_ones_own_needs_no_rules() -> None:
